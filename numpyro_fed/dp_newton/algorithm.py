@@ -67,6 +67,7 @@ from numpyro_fed.dp_newton.units import (
     as_symmetric,
     as_vector,
     best_clip,
+    clipped,
     histogram,
     quantile,
 )
@@ -192,7 +193,11 @@ class PrivateNewton:
             init_server=init_server,
             init_silo=lambda key, data: Answered(*jnp.zeros((3,), jnp.int32)),
             round=Round(self.exchanges[1:]),
-            shared=_shared,
+            shared=lambda server: Shared(
+                {},
+                Gaussian.of_root(jnp.asarray(server.loc), jnp.asarray(server.root)).params(),
+                identity(server.loc.shape),
+            ),
             opening=(Round(self.exchanges[:1]),),
         )
 
@@ -202,16 +207,14 @@ class PrivateNewton:
     def exchanges(self) -> tuple[Exchange[Any, Any, Any], ...]:
         """Return those that tell units, and lengths and sums of each step of a phase."""
         d, bins, steps = self.units.model.dim, HIGHEST - LOWEST + 1, self.schedule.steps
-        num_steps, sums = (
-            steps * len(self.schedule.phases),
-            PrivateSums(shape(d), shape(d * (d + 1) // 2)),
-        )
+        num_steps = steps * len(self.schedule.phases)
+        sums = PrivateSums(shape(d), shape(d * (d + 1) // 2))
         return (
             self._exchange(PRIVATE_UNITS, "units", num_steps, self._tell_units, shape(d, bins)),
             self._exchange(PRIVATE_SIZES, "sizes", steps, self._tell_sizes, shape(2, bins)),
             *(
                 self._exchange(f"{PRIVATE_SUMS} {i + 1}", "sums", 1, self._tell_sums, sums)
-                for i in range(self.schedule.steps)
+                for i in range(steps)
             ),
         )
 
@@ -245,33 +248,34 @@ class PrivateNewton:
 
     def _tell_units(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> np.ndarray:
         """Return how many units' roots of curvature are of each power of two, by coordinate."""
-        if units.hessians is None:
-            sizes = np.abs(units.gradients)
-        else:
-            sizes = np.sqrt(np.abs(np.diagonal(units.hessians, axis1=1, axis2=2)))
+        sizes, hessians = np.abs(units[0]), units[1]
+        if hessians is not None:
+            sizes = np.sqrt(np.abs(np.diagonal(hessians, axis1=1, axis2=2)))
         counts = np.stack([histogram(column) for column in sizes.T])
         change = math.sqrt(self.units.model.dim)  # one count in each coordinate
-        return self.units.noisy_counts(counts, change, self.schedule.units)
+        return self.units.with_noise(counts, change, self.schedule.units)
 
     def _tell_sizes(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> np.ndarray:
         """Return how many gradients, and curvatures, have a length of each power of two."""
-        lengths = np.linalg.norm(units.gradients, axis=1)
-        curved = lengths**2
-        if units.hessians is not None:
-            curved = np.linalg.norm(units.hessians, axis=(1, 2))
+        g, hessians = units
+        lengths = np.linalg.norm(g, axis=1)
+        curved = lengths**2 if hessians is None else np.linalg.norm(hessians, axis=(1, 2))
         counts = np.stack([histogram(lengths), histogram(curved)])
-        return self.units.noisy_counts(counts, math.sqrt(2.0), phase.sizes)
+        return self.units.with_noise(counts, math.sqrt(2.0), phase.sizes)
 
     def _tell_sums(self, down: NewtonQuestion, phase: Phase, units: UnitDerivatives) -> PrivateSums:
         """Return the sums of the units' clipped gradients and curvatures."""
         clip, clip_curvature = float(down.clip), float(down.clip_curvature)
         g, C = units
         gradient = self.units.noisy_sum(g, clip, phase.gradient)
-        if C is None:
-            sizes = clip, clip_curvature, phase.curvature
-            return PrivateSums(gradient, self.units.noisy_sum_of_products(g, *sizes))
-        curvature = self.units.noisy_sum(as_vector(C), clip_curvature, phase.curvature)
-        return PrivateSums(gradient, curvature)
+        if C is not None:
+            curvature = self.units.noisy_sum(as_vector(C), clip_curvature, phase.curvature)
+            return PrivateSums(gradient, curvature)
+        g = clipped(g, abs(clip))
+        length = np.maximum((g**2).sum(1), 1e-300)  # of g g'
+        total = (g * np.minimum(1.0, abs(clip_curvature) / length)[:, None]).T @ g
+        hidden = self.units.with_noise(as_vector(total), clip_curvature, phase.curvature)
+        return PrivateSums(gradient, hidden)
 
     # At the server.
 
@@ -331,8 +335,7 @@ class PrivateNewton:
             g, H, place = (np.mean(a, 0) for a in zip(*told, strict=True))
             edge = clip_curvature * noise.curvature * spread * math.sqrt(2 * d / (i + 1))
             variance = (clip * noise.gradient * spread) ** 2 / (i + 1)
-            curvature = NoisyCurvature.without_noise(H, edge)
-            found, step = self._estimate(g, curvature, variance, place - at, here, server)
+            found, step = self._estimate(g, H, edge, variance, place - at, here, server)
             at = at + step
             moved.append(found.moved)
 
@@ -355,7 +358,8 @@ class PrivateNewton:
     def _estimate(
         self,
         g: np.ndarray,
-        curvature: NoisyCurvature,
+        H: np.ndarray,
+        edge: float,
         variance: float,
         away: np.ndarray,
         z: np.ndarray,
@@ -363,9 +367,16 @@ class PrivateNewton:
     ) -> tuple[NewtonServer, np.ndarray]:
         """Return the posterior and the next frame at a place ``z`` (d,), and the step from it."""
         # ``g`` (d,) is the mean of the gradients, as of a place ``away`` (d,) from here in the
-        # frame, and ``variance`` that of the noise in each of its numbers.
-        L, (V, curved, damped, undetermined) = np.asarray(server.L, float), curvature
-        slope, P = self._prior(z)
+        # frame, and ``variance`` that of the noise in each of its numbers; ``H`` (d, d) is the mean
+        # of the curvatures, whose noise has a spectrum that ends at ``edge``.
+        e, V = np.linalg.eigh(H)
+        above = np.where(e > edge, 0.5 * (e + np.sqrt(np.maximum(e**2 - edge**2, 0.0))), 0.0)
+        apart = (V**2 * np.maximum(np.diagonal(H), 0.0)[:, None]).sum(0)
+        curved = np.maximum(above, np.minimum(edge / 2, apart))  # as of the matrix without noise
+        # The same for a step: positive, and not below what noise may hide. Where the density curves
+        # upwards, a step as long as if it curved as much downwards.
+        damped = np.maximum(np.where(e < -edge, -e, above), edge / 2)
+        L, (slope, P) = np.asarray(server.L, float), self._prior(z)
         slope, P = L.T @ slope, L.T @ P
         b = g + V @ (curved * (V.T @ away))
         # The posterior, with the variance of the noise.
@@ -377,7 +388,7 @@ class PrivateNewton:
             L=L @ (V * np.sqrt(self.num_units / damped)) @ V.T,
             loc=z + L @ times_inverse(precision, V @ (known * (V.T @ b)) + slope),
             root=solve_triangular(precision, L.T, lower=True, check_finite=False).T,
-            undetermined=undetermined,
+            undetermined=int((e <= edge).sum()),
             moved=float(np.linalg.norm(precision.T @ step)) / math.sqrt(len(z)),
         )
         return posterior, self._cut(step, L)
@@ -409,32 +420,6 @@ class PrivateNewton:
         return 1 / np.sqrt(np.maximum((P**2).sum(1), 1e-12))
 
 
-class NoisyCurvature(NamedTuple):
-    """The part of a curvature that can be told from its noise.
-
-    ``vectors`` (d, d): Its eigenvectors.
-    ``curved`` (d,): Eigenvalues as of the matrix without noise.
-    ``damped`` (d,): The same for a step: positive, and not below what noise may hide.
-    ``undetermined``: Directions whose curvature could not be told from noise.
-    """
-
-    vectors: np.ndarray
-    curved: np.ndarray
-    damped: np.ndarray
-    undetermined: int
-
-    @classmethod
-    def without_noise(cls, H: np.ndarray, edge: float) -> NoisyCurvature:
-        """Return that of a curvature ``H`` (d, d), where the noise's spectrum ends at ``edge``."""
-        e, V = np.linalg.eigh(H)
-        above = np.where(e > edge, 0.5 * (e + np.sqrt(np.maximum(e**2 - edge**2, 0.0))), 0.0)
-        apart = (V**2 * np.maximum(np.diagonal(H), 0.0)[:, None]).sum(0)
-        curved = np.maximum(above, np.minimum(edge / 2, apart))
-        # Where the density curves upwards, a step as long as if it curved as much downwards.
-        damped = np.maximum(np.where(e < -edge, -e, above), edge / 2)
-        return cls(V, curved, damped, int((e <= edge).sum()))
-
-
 def root_with_prior(V: np.ndarray, curved: np.ndarray, P: np.ndarray) -> np.ndarray:
     """Return the root (d, d) of the precision ``V diag(curved) V' + P P'``.
 
@@ -449,11 +434,6 @@ def times_inverse(root: np.ndarray, g: np.ndarray) -> np.ndarray:
     solve = partial(solve_triangular, root, lower=True, check_finite=False)
     found: np.ndarray = solve(solve(g), trans=1)
     return found
-
-
-def _shared(server: NewtonServer) -> Shared:
-    posterior = Gaussian.of_root(jnp.asarray(server.loc), jnp.asarray(server.root))
-    return Shared({}, posterior.params(), identity(server.loc.shape))
 
 
 def _place(

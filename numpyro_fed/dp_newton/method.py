@@ -270,7 +270,8 @@ class DPNewton(RowMethod[PrivateResult, None]):
 
     def _newton(self, fm: FederatedModel, plan: Plan) -> PrivateNewton:
         """Return the parts of the method, which every party builds from the plan."""
-        privacy, rows, per_silo = self.privacy, num_rows(fm, plan), self.privacy.unit == "silo"
+        privacy, per_silo = self.privacy, self.privacy.unit == "silo"
+        rows, num_units = self._sizes(fm, plan)
         units = PrivateUnits(
             model=fm,
             num_silos=plan.num_silos,
@@ -283,17 +284,20 @@ class DPNewton(RowMethod[PrivateResult, None]):
         return PrivateNewton(
             units=units,
             schedule=self._schedule(fm, plan),
-            num_units=self._num_units(fm, plan),
+            num_units=num_units,
             clip=privacy.clip,
             rows_in_unit=rows / plan.num_silos if per_silo else 1.0,
         )
 
-    def _num_units(self, fm: FederatedModel, plan: Plan) -> int:
-        return plan.num_silos if self.privacy.unit == "silo" else num_rows(fm, plan)
+    def _sizes(self, fm: FederatedModel, plan: Plan) -> tuple[int, int]:
+        """Return the number of rows of all silos, as the plan knows it, and that of units."""
+        total = dict(plan.total)
+        rows = sum(total[p.name] for p in fm.plates if not p.outer)
+        return rows, plan.num_silos if self.privacy.unit == "silo" else rows
 
     def _schedule(self, fm: FederatedModel, plan: Plan) -> Releases:
         """Return the phases that are planned."""
-        return Releases.of(self.privacy, fm.dim, self._num_units(fm, plan), plan.num_silos)
+        return Releases.of(self.privacy, fm.dim, self._sizes(fm, plan)[1], plan.num_silos)
 
     def prepare(self, fm: FederatedModel) -> None:
         """Raise an error for a model whose units' terms cannot be clipped one by one."""
@@ -359,8 +363,12 @@ class DPNewton(RowMethod[PrivateResult, None]):
         return ()
 
     def settings_for(self, fm: FederatedModel, plan: Plan) -> NewtonSettings:
-        units = self._num_units(fm, plan)
-        self.privacy.check_units(units)
+        (_, units), delta, unit = self._sizes(fm, plan), self.privacy.delta, self.privacy.unit
+        if delta >= 1 / units:
+            raise ValueError(
+                f"delta={delta}: expected less than 1/{units}, one over the number of {unit}s, "
+                f"since publishing a {unit} whole has a delta of that size."
+            )
         return NewtonSettings(
             guide=resolve_guide(GUIDE, fm, dict(plan.largest), dict(plan.total), at_mode=True),
             privacy=repr(self.privacy),
@@ -401,9 +409,3 @@ def check_trusted(privacy: Privacy, silos: object) -> None:
             "each silo's reply with a share of the noise. Use Federation(..., "
             "secure_sum=True), or Privacy(trusted='silo')."
         )
-
-
-def num_rows(fm: FederatedModel, plan: Plan) -> int:
-    """Return the number of rows of all silos, as the plan knows it."""
-    total = dict(plan.total)
-    return sum(total[p.name] for p in fm.plates if not p.outer)

@@ -46,13 +46,8 @@ MAX_SHARE_HIDDEN = 0.08
 # in its place, whose length is known, which is the same on average at the truth.
 HESSIANS_UP_TO = 20
 Noisy = Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
-class UnitDerivatives(NamedTuple):
-    """Gradients (units, d) of units' log likelihoods, and negative Hessians for few globals."""
-
-    gradients: np.ndarray
-    hessians: np.ndarray | None = None
+# Gradients (units, d) of units' log likelihoods, and negative Hessians for few globals.
+UnitDerivatives = tuple[np.ndarray, np.ndarray | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,28 +101,17 @@ class PrivateUnits:
     def derivatives(self, z: np.ndarray, L: np.ndarray, data: SiloData) -> UnitDerivatives:
         """Return those of units (silos, units, ...) at ``z``, in the frame ``L``."""
         found = jax.block_until_ready(self._program((), (z, L), (), data))
-        return UnitDerivatives(*(np.asarray(a, float) for a in found))
+        g, *hessians = (np.asarray(a, float) for a in found)
+        return g, hessians[0] if hessians else None
 
-    def noisy_counts(self, counts: np.ndarray, change: float, multiplier: float) -> np.ndarray:
-        """Return counts with this silo's noise, which a unit changes by at most ``change``."""
-        return self.noise(counts, self._sd(change, multiplier))
+    def with_noise(self, total: np.ndarray, change: float, multiplier: float) -> np.ndarray:
+        """Return a sum with this silo's noise, which a unit changes by at most ``change``."""
+        sd = abs(float(change)) * multiplier * self.changes * self.noise_share
+        return self.noise(total, np.asarray(sd))
 
     def noisy_sum(self, units: np.ndarray, clip: float, multiplier: float) -> np.ndarray:
         """Return the sum of units (n, m), none of which is longer than ``clip``, with noise."""
-        return self.noise(clipped(units, abs(clip)).sum(0), self._sd(clip, multiplier))
-
-    def noisy_sum_of_products(
-        self, g: np.ndarray, clip: float, clip_product: float, multiplier: float
-    ) -> np.ndarray:
-        """Return the sum of clipped products of clipped units (n, d) as a vector, with noise."""
-        g = clipped(g, abs(clip))
-        length = np.maximum((g**2).sum(1), 1e-300)  # of g g'
-        product = (g * np.minimum(1.0, abs(clip_product) / length)[:, None]).T @ g
-        return self.noise(as_vector(product), self._sd(clip_product, multiplier))
-
-    def _sd(self, change: float, multiplier: float) -> np.ndarray:
-        """Return the sd of this silo's noise, where a unit changes a sum by at most ``change``."""
-        return np.asarray(abs(float(change)) * multiplier * self.changes * self.noise_share)
+        return self.with_noise(clipped(units, abs(clip)).sum(0), clip, multiplier)
 
     @property
     def spread(self) -> float:

@@ -56,7 +56,7 @@ from numpyro_fed.rounds.states import Sampled
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.vertical.method import VerticalMethod
 
-AnyMethod = RowMethod[Any, Any] | VerticalMethod[Any, Any]
+AnyMethod = RowMethod[Any, Any] | VerticalMethod[Any]
 # Compiled exchanges that a silo keeps. A run has at most ten; a server that asks for corrections of
 # ever other settings would otherwise fill the silo's memory.
 MAX_PROGRAMS = 32

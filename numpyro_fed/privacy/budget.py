@@ -117,14 +117,6 @@ class Privacy:
         """Return the part of the noise's sd that each of so many silos adds."""
         return 1.0 if self.trusted == "silo" else 1 / math.sqrt(num_silos)
 
-    def check_units(self, units: int) -> None:
-        """Raise an error if the bound may fail for one of so many units."""
-        if self.delta >= 1 / units:
-            raise ValueError(
-                f"delta={self.delta}: expected less than 1/{units}, one over the number of "
-                f"{self.unit}s, since publishing a {self.unit} whole has a delta of that size."
-            )
-
     def multiplier(self) -> float:
         """Return the noise multiplier of one release that spends the whole budget."""
         return _calibrated(self.epsilon, self.delta)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ from numpyro_fed.text.primitives import unwrapped
 from numpyro_fed.text.substitution import Blocks, block_name, site_of, trace_text
 
 Shared = TypeVar("Shared")
+LowRankPart = tuple[Field, Array, Array]  # a field, its loadings, and its mean given z_G
+BorderPart = tuple[Array, Array, Array]  # precision and mean of all areas, values at borders
 # The share of the variance that the shared part explains by default: blocks keep their own exact
 # covariance, and 5 % of the variance is what is cut between them.
 VARIANCE_SHARE = 0.95
@@ -72,10 +74,10 @@ class FieldPrior(Generic[Shared]):
                     "was fitted: fit one anew."
                 )
 
-    def _noise(self, name: str, which: Array) -> Array:
+    def _noise(self, which: Array) -> Array:
         """Sample standard normals for the entries of blocks (blocks, largest)."""
         normal = dist.Normal(0, 1).expand([self.blocks.largest]).to_event(1)
-        return numpyro.sample(f"{self.site}/{name}", normal.expand([which.shape[0]]))
+        return numpyro.sample(f"{self.site}/noise", normal.expand([which.shape[0]]))
 
 
 def _read_site(
@@ -152,7 +154,7 @@ class BlockPrior(FieldPrior[Field]):
         self, shared: Field, fn: Distribution, phi: Mapping[str, Array], which: Array
     ) -> Array:
         """Sample some blocks (blocks, largest)."""
-        noise = self._noise("noise", which)
+        noise = self._noise(which)
 
         def entries(block: Array, eps: Array) -> Array:
             rows, present = self.blocks.rows(block)
@@ -160,14 +162,6 @@ class BlockPrior(FieldPrior[Field]):
             return shared.loc[rows] + L @ eps
 
         return jax.vmap(entries)(which, noise)
-
-
-class LowRankPart(NamedTuple):
-    """A field with its loadings ``A`` (entries, rank), and its mean given the shared z_G."""
-
-    field: Field
-    A: Array
-    mean: Array
 
 
 @dataclass(frozen=True)
@@ -254,14 +248,14 @@ class LowRankPrior(FieldPrior[LowRankPart]):
         normal = dist.Normal(0, 1).expand([self.rank]).to_event(1)
         A = gaussian.loadings(self.basis)
         mean = gaussian.loc + A @ numpyro.sample(f"{self.site}/z_G", normal)
-        return LowRankPart(gaussian, A, mean)
+        return gaussian, A, mean
 
     def local(
         self, shared: LowRankPart, fn: Distribution, phi: Mapping[str, Array], which: Array
     ) -> Array:
         """Sample some blocks (blocks, largest), given the shared part."""
         gaussian, A, mean = shared
-        noise = self._noise("noise", which)
+        noise = self._noise(which)
 
         def entries(block: Array, eps: Array) -> Array:
             rows, present = self.blocks.rows(block)
@@ -271,14 +265,6 @@ class LowRankPrior(FieldPrior[LowRankPart]):
             return mean[rows] + linalg.cholesky(add_jitter(cov - A_j @ A_j.T, cov)) @ eps
 
         return jax.vmap(entries)(which, noise)
-
-
-class BorderPart(NamedTuple):
-    """The precision and mean of all areas of a map, and the values of areas at borders."""
-
-    precision: Array
-    mean: Array
-    at_border: Array
 
 
 @dataclass(frozen=True)
@@ -358,7 +344,7 @@ class SeparatorPrior(FieldPrior[BorderPart]):
         Q = areas.conditional_precision * (jnp.diag(diagonal) - alpha * W)
         loc = jnp.broadcast_to(areas.loc, areas.event_shape)
         if not len(self.border):
-            return BorderPart(Q, loc, jnp.zeros(0))
+            return Q, loc, jnp.zeros(0)
 
         def schur_term(block: Array) -> tuple[Array, Array]:
             near = fresh(self.near)[block]
@@ -374,7 +360,7 @@ class SeparatorPrior(FieldPrior[BorderPart]):
         P = Q[border[:, None], border]
         P = P.at[near[:, :, None], near[:, None, :]].add(-terms, mode="drop")
         normal = dist.MultivariateNormal(loc[border], precision_matrix=P)
-        return BorderPart(Q, loc, numpyro.sample(f"{self.site}/border", normal))
+        return Q, loc, numpyro.sample(f"{self.site}/border", normal)
 
     def _parts(self, Q: Array, block: Array) -> tuple[Array, Array]:
         """Return the Cholesky factor of Q_II of a block's interior, and Q_IB to its neighbours."""
@@ -391,7 +377,7 @@ class SeparatorPrior(FieldPrior[BorderPart]):
     ) -> Array:
         """Sample interiors (blocks, largest), given the areas at borders."""
         Q, loc, at_border = shared
-        noise = self._noise("noise", which)
+        noise = self._noise(which)
 
         # theta_I = mu_I - Q_II^-1 Q_IB (theta_B - mu_B) + L^-T eps, with Q_II = L L': both terms
         # after the mean are one solve with L'.
@@ -406,5 +392,5 @@ class SeparatorPrior(FieldPrior[BorderPart]):
 
     def whole(self, shared: BorderPart, parts: Array, which: Array) -> Array:
         """Return the site (size,), areas at borders included."""
-        whole = self.blocks.assemble(parts, which)
-        return whole.at[fresh(self.border)].set(shared.at_border) if len(self.border) else whole
+        whole, (_, _, at_border) = self.blocks.assemble(parts, which), shared
+        return whole.at[fresh(self.border)].set(at_border) if len(self.border) else whole

@@ -34,34 +34,18 @@ BESIDE = 0.1
 
 
 class Sizes(NamedTuple):
-    """The sizes of the networks.
+    """The sizes of the networks."""
 
-    Attributes
-    ----------
-    entries, hyper : int
-        The dimensions of the site and of its hyperparameters.
-    blocks, largest : int
-        The number of blocks, and the size of the largest.
-    z_global, z_local : int
-        The dimensions of the latents that all silos share, and of each block's own.
-    width, width_local : int
-        The widths of hidden layers of the global encoder and decoder, and of the local encoders.
-    components : bool
-        Whether there are linear paths beside the networks.
-    encodes : bool
-        Whether there is a global encoder.
-    """
-
-    entries: int
-    hyper: int
+    entries: int  # of the site
+    hyper: int  # hyperparameters
     blocks: int
-    largest: int
-    z_global: int
-    z_local: int
-    width: int
-    width_local: int
-    components: bool
-    encodes: bool
+    largest: int  # entries of a block
+    z_global: int  # latents that all silos share
+    z_local: int  # and of each block's own
+    width: int  # of hidden layers of the global encoder and decoder
+    width_local: int  # and of the local encoders
+    components: bool  # whether there are linear paths beside the networks
+    encodes: bool  # whether there is a global encoder
 
 
 class NormalEncoder(eqx.Module):

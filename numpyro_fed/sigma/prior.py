@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ from numpyro_fed.text.substitution import Blocks, block_name
 if TYPE_CHECKING:
     from numpyro_fed.sigma.networks import Networks
 
+SharedPart = tuple[Array, Array, Array]  # z_G, hyperparameters by rank, the size of the entries
 VERSION = 2
 # Hyperparameters from which tau is measured, and draws of both priors at each: 32,768 draws in all
 # tell a variance to sqrt(2 / 32,768) = 0.8 % of itself. tau**2 is the difference of two of them,
@@ -59,14 +60,6 @@ def _networks() -> ModuleType:
     from numpyro_fed.sigma import networks
 
     return networks
-
-
-class SharedPart(NamedTuple):
-    """The latents that silos share, hyperparameters by rank, and the size of the entries."""
-
-    z_G: Array
-    ranks: Array
-    size: Array
 
 
 @dataclass(frozen=True)
@@ -235,7 +228,7 @@ class SigmaPrior:
         scales = true_prior.scales(for_scales)
         sizes = nets.Sizes(
             entries=true_prior.size,
-            hyper=scales.hyper,
+            hyper=scales.quantiles.shape[1],
             blocks=divided.number,
             largest=divided.largest,
             z_global=shared,
@@ -246,8 +239,8 @@ class SigmaPrior:
             encodes=not decoder_only,
         )
         settings = Training(num_steps, batch_size, min(draws_per_phi, batch_size), noise)
-        initial = training_draws(true_prior, scales, INITIAL, for_initial)
-        if decoder_only and initial.normals is None:
+        _, theta, normals = training_draws(true_prior, scales, INITIAL, for_initial)
+        if decoder_only and normals is None:
             raise ModelError(
                 f"'{site}' is no Gaussian whose draws are known as functions of standard normals: "
                 "MultivariateNormal, CAR or nf.fields.Leroux. Train with an encoder."
@@ -260,7 +253,7 @@ class SigmaPrior:
         trained, losses, times = train(
             for_steps,
             nets.Networks(sizes, for_networks).initialised(
-                initial.theta, initial.normals, jnp.asarray(divided.table), noise
+                theta, normals, jnp.asarray(divided.table), noise
             ),
             true_prior,
             divided,
@@ -319,7 +312,7 @@ class SigmaPrior:
         size = self.networks.sizes.z_global
         z_G = numpyro.sample(f"{self.site}/z_G", dist.Normal(0, 1).expand([size]).to_event(1))
         flat = self.true_prior.flat({name: phi[name] for name in self.true_prior.phi})
-        return SharedPart(z_G, self.scales.ranks(flat), self.scales.size(flat))
+        return z_G, self.scales.ranks(flat), self.scales.size(flat)
 
     def local(
         self, shared: SharedPart, fn: Distribution, phi: Mapping[str, Array], which: Array

@@ -37,30 +37,21 @@ TIMED = 20
 
 
 class Training(NamedTuple):
-    """The settings of a training.
-
-    In each step there are ``batch_size`` draws, of which so many (``draws_per_phi``) share their
-    hyperparameters. ``noise`` is the decoder's standard deviation, in those of the prior.
-    """
+    """The settings of a training."""
 
     num_steps: int
-    batch_size: int
-    draws_per_phi: int
-    noise: float
+    batch_size: int  # draws in each step
+    draws_per_phi: int  # of these, that share their hyperparameters
+    noise: float  # the decoder's standard deviation, in those of the prior
 
 
 class DrawAndNoise(NamedTuple):
-    """One draw of the true prior, and the noise of its bound.
+    """One draw of the true prior, and the noise of its bound, standard normals."""
 
-    ``theta`` (entries,) is the draw, standardised, and ``phi`` (hyper,) its hyperparameters, as the
-    networks take them. ``eps_G`` (z_global,) and ``eps_L`` (blocks, z_local) are standard normals;
-    the former, without an encoder, those that the draw is made of.
-    """
-
-    theta: Array
-    phi: Array
-    eps_G: Array
-    eps_L: Array
+    theta: Array  # (entries,) standardised
+    phi: Array  # (hyper,) as the networks take them
+    eps_G: Array  # (z_global,); without an encoder those that the draw is made of
+    eps_L: Array  # (blocks, z_local)
 
 
 def minus_bound(
@@ -103,7 +94,7 @@ def training_draws(true_prior: TruePrior, scales: Scales, settings: Training, ke
     parts = jax.vmap(scales.standardised)(theta, phi), noise
     phi = jnp.repeat(jax.vmap(scales.ranks)(phi), each, 0)[:n]
     theta, noise = jax.tree.map(lambda a: a.reshape(-1, true_prior.size)[:n], parts)
-    return Draws(phi, theta, noise)
+    return phi, theta, noise
 
 
 def weights_of(networks: Networks) -> list[Array]:

@@ -48,34 +48,21 @@ RARE = 0.05
 ALIKE = 1e-3
 
 
+Draws = tuple[Array, Array, Array | None]  # hyperparameters, draws of the site, normals behind
+
+
 class Scales(NamedTuple):
-    """The scales by which draws and hyperparameters are standardised for the networks.
+    """The scales by which draws and hyperparameters are standardised for the networks."""
 
-    Attributes
-    ----------
-    quantiles : array (levels, hyper)
-        Quantiles of the training's hyperparameters, unconstrained.
-    mean, sd : array (entries,)
-        Mean of the entries, and standard deviation in units of their size.
-    centre, width : array (hyper,)
-        Mean and standard deviation of the hyperparameters, unconstrained.
-    growth : array (1 + 2 hyper,)
-        Coefficients of a regression of the log size of the entries on a constant, the
-        standardised hyperparameters and the squares of their ranks. For a hyperparameter that is a
-        scale the regression is exact. All are zero if the size hardly changes.
-    """
-
-    quantiles: Array
-    mean: Array
-    sd: Array
-    centre: Array
+    quantiles: Array  # (levels, hyper) of the training's hyperparameters, unconstrained
+    mean: Array  # (entries,)
+    sd: Array  # (entries,) in units of their size
+    centre: Array  # (hyper,) the mean and the sd of the hyperparameters, unconstrained
     width: Array
+    # (1 + 2 hyper,) coefficients of a regression of the log size of the entries on a constant, the
+    # standardised hyperparameters and the squares of their ranks. For a hyperparameter that is a
+    # scale the regression is exact. All are zero if the size hardly changes.
     growth: Array
-
-    @property
-    def hyper(self) -> int:
-        """Return the number of hyperparameters."""
-        return self.quantiles.shape[1]
 
     def ranks(self, phi: Array) -> Array:
         """Return hyperparameters (hyper,) as networks take them: by rank among the training's."""
@@ -99,44 +86,18 @@ class Scales(NamedTuple):
         return (theta - self.mean) / (self.size(phi) * self.sd)
 
 
-class Draws(NamedTuple):
-    """Draws of the true prior.
-
-    ``phi`` (n, hyper) are hyperparameters, and ``theta`` (n, each, size) draws of the site at each
-    of them. ``normals``, of the same shape, are what draws of a Gaussian prior are made of.
-    """
-
-    phi: Array
-    theta: Array
-    normals: Array | None
-
-
 @dataclass(frozen=True)
 class TruePrior:
-    """The prior of a site and its hyperparameters, by the model from which both are drawn.
-
-    Attributes
-    ----------
-    model, kwargs
-        The model, and the arguments with which it is run.
-    site : str
-    phi : tuple of str
-        The hyperparameters: the latents that the site's distribution depends on.
-    ranges : dict
-        ``(low, high)`` for the hyperparameters that are drawn uniformly, not from their prior.
-    size : int
-        The number of entries of the site.
-    spectrum : Spectrum or None
-        The eigendecomposition of a map of areas.
-    """
+    """The prior of a site and its hyperparameters, by the model from which both are drawn."""
 
     model: Callable[..., object]
-    kwargs: Mapping[str, Any] = field(repr=False)
+    kwargs: Mapping[str, Any] = field(repr=False)  # with which the model is run
     site: str
-    phi: tuple[str, ...]
+    phi: tuple[str, ...]  # the latents that the site's distribution depends on
+    # (low, high) of the hyperparameters that are drawn uniformly, not from their prior
     ranges: Mapping[str, tuple[float, float]]
-    size: int
-    spectrum: Spectrum | None = field(repr=False)
+    size: int  # the number of entries of the site
+    spectrum: Spectrum | None = field(repr=False)  # of a map of areas
 
     @classmethod
     def of(
@@ -253,27 +214,32 @@ class TruePrior:
         return noise, gaussian.from_normals(noise)
 
     def draw(self, key: Array, n: int, each: int) -> Draws:
-        """Return ``each`` draws of the site at each of ``n`` draws of the hyperparameters."""
+        """Return ``each`` draws of the site at each of ``n`` draws of the hyperparameters.
+
+        They are ``phi`` (n, hyper), ``theta`` (n, each, size), and the normals that draws of a
+        Gaussian prior are made of, of the same shape.
+        """
 
         def draw(key: Array) -> Draws:
             for_phi, for_theta = jax.random.split(key)
             phi = self.draw_phi(for_phi)
             noise, theta = self.draws_with_noise(for_theta, phi, each)
-            return Draws(self.flat(phi), theta, noise)
+            return self.flat(phi), theta, noise
 
         return jax.vmap(draw)(jax.random.split(key, n))
 
     def scales(self, key: Array) -> Scales:
         """Return the scales, estimated from draws. Warn if the prior goes beyond the ranges."""
         for_draws, for_prior = jax.random.split(key)
-        drawn = jax.jit(partial(self.draw, n=SCALE_HYPER, each=SCALE_DRAWS))(for_draws)
-        if not bool(jnp.isfinite(drawn.theta).all()):
+        draw = jax.jit(partial(self.draw, n=SCALE_HYPER, each=SCALE_DRAWS))
+        phi, theta, _ = draw(for_draws)
+        if not bool(jnp.isfinite(theta).all()):
             raise DataError(
                 f"draws of '{self.site}' from its prior are NaN or infinite. Add to the diagonal "
                 "of its covariance what the precision needs (1e-4 of a variance in single), give "
                 "narrower ranges, or use double precision."
             )
-        scales = _scales(drawn.phi, drawn.theta)
+        scales = _scales(phi, theta)
         if not self.ranges:
             return scales
         keys = jax.random.split(for_prior, SCALE_HYPER)

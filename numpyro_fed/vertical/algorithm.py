@@ -1,4 +1,4 @@
-r"""Algorithm 1 of Hassan, Sutton, Mira and Mengersen 2024, and the exact split.
+r"""Algorithms 1 and 2 of Hassan, Sutton, Mira and Mengersen 2024, and the exact split.
 
 *Scalable Vertical Federated Learning via Data Augmentation and Amortized Inference*, arXiv
 2405.04043.
@@ -12,7 +12,14 @@ In each round of Algorithm 1
 3. every client takes its step. The gradient with respect to the sum is also the one with respect
    to each part (equations 11 to 13).
 
-Algorithm 2 is in :mod:`numpyro_fed.vertical.power`.
+Algorithm 2 has the power likelihood: at client ``j`` with the argument
+:math:`g_j + \sum_{k \ne j} z_k`, to the power :math:`1/J`. In each round
+
+1. clients send their :math:`z_j`;
+2. the server sends the sum of these, and draws of its own latents;
+3. clients reply with their term and its gradient :math:`v_j` with respect to the argument;
+4. the server sends the sum of these. Client ``j`` subtracts its own and has
+   :math:`\sum_{k \ne j} v_k`, the gradient with respect to its :math:`z_j` (equations 14 to 17).
 
 The paper sends all :math:`z_j`, and a gradient for each of them. A likelihood depends on the
 others' auxiliary variables by their sum alone, so sums are enough, and secure aggregation may form
@@ -22,9 +29,9 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +41,6 @@ from jax import Array
 from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.data.silo_data import SiloData, signature
 from numpyro_fed.guides.global_guides import Full, GlobalGuide, GuideParams
-from numpyro_fed.guides.guide import Guide
 from numpyro_fed.numerics.gaussian import Gaussian, identity
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.exchange import Ask, Exchange, Info, Reply, Round
@@ -42,19 +48,23 @@ from numpyro_fed.rounds.names import DRAW, STEP
 from numpyro_fed.rounds.states import Shared
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import init_theta
-from numpyro_fed.vertical import coupling
-from numpyro_fed.vertical.auxiliary_guide import AuxiliaryGuide, RowInfo
-from numpyro_fed.vertical.coupling import CouplingStats
+from numpyro_fed.vertical.guides import AuxiliaryGuide, CouplingStats, draw_in, log_ratio
 from numpyro_fed.vertical.parties import (
+    AtServer,
     ClientDraw,
     ClientParams,
     ClientState,
+    Down,
+    Gradients,
     PartyParams,
-    PartyStart,
     PartyState,
     PartyType,
+    ServerNoise,
     ServerParams,
     ServerState,
+    Stepped,
+    Sums,
+    Up,
     VerticalAlgorithm,
     server_arrays,
 )
@@ -62,50 +72,7 @@ from numpyro_fed.vertical.parties import (
 # Standard deviation of the first random shares in the shared noise, where a run does not start at
 # the mode: small against one, so that parties start almost independent.
 COUPLING_SD = 0.1
-
-
-class ServerNoise(NamedTuple):
-    """The noise of a round: of the server's latents, of the shared noise, and the round's rows."""
-
-    eps: Array
-    xi: Array | None
-    rows: Array | None
-
-
-class Down(NamedTuple):
-    """A message of the server for a draw: the shared noise, and the indices of the round's rows."""
-
-    xi: Array | None
-    rows: Array | None
-
-
-class Up(NamedTuple):
-    """A client's message: its part of the sum, and its term of the bound."""
-
-    part: Array
-    term: Array
-    coupling: CouplingStats | None  # None where parties are independent
-
-
-class SumAndStat(NamedTuple):
-    """The sum of all parts, and of the coupling statistic."""
-
-    part: Array  # (particles, rows, ...)
-    b: Array | None  # (particles, rank)
-
-
-class SumGradients(NamedTuple):
-    """A message of the server: the gradients in the sum of parts and in the coupling statistic."""
-
-    part: Array
-    b: Array | None
-
-
-class Stepped(NamedTuple):
-    """A client's message after its step."""
-
-    by_xi: Array | None  # the gradient with respect to the shared noise
-    resting: Array  # whether its guide has converged (0 or 1): the sum over clients counts them
+LIKELIHOOD = "likelihood"  # the name of the exchange in which clients evaluate theirs
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -139,10 +106,6 @@ class VFLAlgorithm(VerticalAlgorithm):
         return sum(party.dim for party in self.model.parties)
 
     @property
-    def server_guide(self) -> Guide:
-        return self.server.guide_at(None)
-
-    @property
     def all_types(self) -> tuple[PartyType, ...]:
         """Return the server, and all types of clients."""
         return self.server, *self.client_types.values()
@@ -155,19 +118,6 @@ class VFLAlgorithm(VerticalAlgorithm):
         """Return the data of the round's rows."""
         return data if rows is None else self.model.take(data, rows)
 
-    def row_info(self, state: ClientState, data: SiloData) -> RowInfo:
-        """Return the inputs of the auxiliary variables' guide for the round's rows.
-
-        The response's columns (rows, k) are those that clients have; k may be 0.
-        """
-        centre = state.centre
-        if state.rows is not None and centre.ndim:
-            centre = centre[state.rows]
-        known, num_rows = server_arrays(data), self.shape[1]
-        responses = [known[n] for n in self.model.response if n in known]
-        columns = [y.reshape(len(y), -1) for y in responses if jnp.shape(y)[:1] == (num_rows,)]
-        return RowInfo(centre, jnp.concatenate([jnp.zeros((num_rows, 0)), *columns], 1))
-
     @property
     def shared_noise_guide(self) -> GlobalGuide[Array]:
         """Return the guide of the shared noise, which starts as a standard normal."""
@@ -175,72 +125,53 @@ class VFLAlgorithm(VerticalAlgorithm):
 
     def coupling_of(self, party: PartyType, params: PartyParams) -> Array | None:
         """Return the coefficients (dim, rank) of the shared noise in a party's guide, or None."""
-        coefs = params.coupling
+        coefs, guide, eta = params.coupling, party.guide, params.guide
         # Without a start they are in units of the standard noise already.
         if coefs is None or not self.from_start:
             return coefs
-        return coupling.from_frame_units(party.guide, params.guide, coefs)
+        # Parameters have them in units of the frame: so the guide may change its own spread without
+        # changing the covariance that it has with others.
+        centre = guide.draw(eta, jnp.zeros(len(coefs)))[0]
+        push = partial(jax.jvp, lambda u: guide.standard_noise(eta, u), (centre,))
+        return jax.vmap(lambda v: push((v,))[1], 1, 1)(coefs)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
-        key_theta, key_guide, key_coupling, key_noise_guide = jax.random.split(key, 4)
-        zeros, dim = self.zeros_at_server(data), self.server.model.dim
-        theta = init_theta(self.server.model, key_theta, zeros)
-        if self.from_start:
-            return self.server_at(key_guide, theta, self.start_at_zero(dim))
-        eta = self.server.guide_at(zeros).init_global(key_guide)
-        params = PartyParams(self.random_coupling(key_coupling, dim), eta, theta)
-        return self._server_state(key_noise_guide, params, identity((dim,)))
+        return self.server_state(*self._first_params(self.server, key, self.zeros_at_server(data)))
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
+        party, centre = self.type_of(data), jnp.zeros(self.model.shape if self.from_start else ())
+        return self.client_state(party, centre, *self._first_params(party, key, data))
+
+    def _first_params(
+        self, party: PartyType, key: Array, data: SiloData
+    ) -> tuple[Array, PartyParams, Gaussian]:
+        """Return a key for the rest of a party's first state, its parameters, and their frame."""
         key_theta, key_guide, key_coupling, key_state = jax.random.split(key, 4)
-        party = self.type_of(data)
         theta, dim = init_theta(party.model, key_theta, data), party.model.dim
-        if self.from_start:
-            centre = jnp.zeros(self.model.shape)
-            return self.client_at(key_guide, data, theta, self.start_at_zero(dim), centre)
-        eta = party.guide_at(data).init_global(key_guide)
-        params = PartyParams(self.random_coupling(key_coupling, dim), eta, theta)
-        return self._client_state(key_state, party, params, identity((dim,)), jnp.zeros(()))
+        if not self.from_start:
+            eta = party.guide_at(data).init_global(key_guide)
+            share = self.random_coupling(key_coupling, dim)
+            return key_state, PartyParams(share, eta, theta), identity((dim,))
+        # No other start was found.
+        key_guide, key_state = jax.random.split(key_guide)
+        zeros, share = jnp.zeros(dim), jnp.zeros((dim, self.rank)) if self.rank else None
+        return key_state, *party.standard_normal(key_guide, theta, zeros, jnp.eye(dim), share)
 
-    def start_at_zero(self, dim: int) -> PartyStart:
-        """Return the start of a run for which no other one was found."""
-        share = jnp.zeros((dim, self.rank)) if self.rank else None
-        return PartyStart(jnp.zeros(dim), jnp.eye(dim), share)
-
-    def server_at(self, key: Array, theta: dict[str, Any], start: PartyStart) -> ServerState:
+    def server_state(self, key: Array, own: PartyParams, frame: Gaussian) -> ServerState:
         """Return the server's state at the start of a run."""
-        key_guide, key_noise_guide = jax.random.split(key)
-        params, frame = _standard_normal_at(start, key_guide, self.server, theta)
-        return self._server_state(key_noise_guide, params, frame)
-
-    def client_at(
-        self,
-        key: Array,
-        data: SiloData,
-        theta: dict[str, Any],
-        start: PartyStart,
-        centre: Array,
-    ) -> ClientState:
-        """Return a client's state at the start of a run; ``centre`` is its predictor there."""
-        party = self.type_of(data)
-        key_guide, key_state = jax.random.split(key)
-        params, frame = _standard_normal_at(start, key_guide, party, theta)
-        # A centre as long as the rows is kept only by guides that use it.
-        if self.auxiliary is None or not self.auxiliary.centred:
-            centre = jnp.zeros(())
-        return self._client_state(key_state, party, params, frame, centre)
-
-    def _server_state(self, key: Array, own: PartyParams, frame: Gaussian) -> ServerState:
         noise_guide = self.shared_noise_guide.init(key, jnp.zeros(self.rank)) if self.rank else {}
         return self.first_server(ServerParams(own, noise_guide), frame)
 
-    def _client_state(
-        self, key: Array, party: PartyType, own: PartyParams, frame: Gaussian, centre: Array
+    def client_state(
+        self, party: PartyType, centre: Array, key: Array, own: PartyParams, frame: Gaussian
     ) -> ClientState:
+        """Return a client's state at the start of a run; ``centre`` is its predictor there."""
         key_aux, key_noise = jax.random.split(key)
         # A placeholder with the shapes of the noise of a round.
         eps = party.guide.noise(key_noise, self.num_particles)
         params = ClientParams({} if self.auxiliary is None else self.auxiliary.init(key_aux), own)
+        # A centre as long as the rows is kept only by guides that use it.
+        uses_centre = self.auxiliary is not None and not self.auxiliary.hidden
         return ClientState(
             params=params,
             opt_state=self.init_optim(params),
@@ -249,7 +180,8 @@ class VFLAlgorithm(VerticalAlgorithm):
             rows=None if self.batch_size is None else jnp.zeros(self.shape[1], jnp.int32),
             xi=jnp.zeros((self.num_particles, self.rank)) if self.rank else None,
             frame=frame,
-            centre=centre,
+            centre=centre if uses_centre else jnp.zeros(()),
+            slope=jnp.zeros(self.shape) if self.power else None,
         )
 
     def random_coupling(self, key: Array, dim: int) -> Array | None:
@@ -261,14 +193,9 @@ class VFLAlgorithm(VerticalAlgorithm):
 
     @property
     def round(self) -> Round:
-        return Round(self.exchanges, self.server_round, self.round_noise)
-
-    @property
-    def exchanges(self) -> tuple[Exchange[Any, Any, Any], ...]:
-        """Return the exchanges of a round, in order."""
         drawing = Exchange(DRAW, self.answer_draw, silo_noise=self.new_draw_noise)
         stepping = Exchange(STEP, self.answer_step, silo_noise=self.local_step_noise)
-        return drawing, stepping
+        return Round((drawing, stepping), self.server_round, self.round_noise)
 
     def round_noise(self, key: Array) -> ServerNoise:
         """Return the noise of the server in a round, and the indices of the round's rows."""
@@ -318,48 +245,48 @@ class VFLAlgorithm(VerticalAlgorithm):
         up: Up = ask(DRAW, Down(xi, noise.rows)).up
         data = self.take_rows(ask.server_data, noise.rows)
 
-        def server_term(params: PartyParams, xi: Array | None, sums: SumAndStat) -> Array:
+        def server_term(params: PartyParams, xi: Array | None, sums: Sums) -> Array:
             """Return the server's term of the bound, given the sum of the clients' parts."""
             guide, eta = self.server.guide, params.guide
             coefs = self.coupling_of(self.server, params)
 
-            def one_particle(eps: Array, xi: Array | None, sums: SumAndStat) -> Array:
-                z, log_q, stat = coupling.draw_in(state.frame, guide, eta, coefs, eps, xi)
+            def one_particle(eps: Array, xi: Array | None, sums: Sums) -> Array:
+                z, log_q, stat = draw_in(state.frame, guide, eta, coefs, eps, xi)
                 prior, likelihood = self.model.log_server(params.theta, z, sums.part, data)
                 value = prior - log_q + self.row_weight * likelihood
                 if coefs is None or stat is None or sums.b is None or up.coupling is None:
                     return value
                 A = jax.lax.stop_gradient(coefs.T @ coefs) + up.coupling.A
-                return value - coupling.log_ratio(noise_guide, sums.b + stat, A)
+                return value - log_ratio(noise_guide, sums.b + stat, A)
 
             return jax.vmap(one_particle)(noise.eps, xi, sums).mean()
 
-        sums = SumAndStat(up.part, None if up.coupling is None else up.coupling.b)
+        sums = Sums(up.part, None if up.coupling is None else up.coupling.b)
         value, (gradient, by_xi, slope) = jax.value_and_grad(server_term, (0, 1, 2))(
             state.params.own, xi, sums
         )
         after = self.ascend(state, "own", gradient)
         bound = value + up.term
         course = convergence.update(state.course, -bound, after.params, whitened=self.from_start)
-        stepped: Stepped = ask(STEP, SumGradients(*slope)).up
+        stepped: Stepped = ask(STEP, slope).up
         after = after._replace(course=course, resting=stepped.resting)
         if self.rank:
             after = self.ascend(after, "shared", pull(by_xi + stepped.by_xi)[0])
         return after, Info(-bound, all_finite((bound, gradient, by_xi, slope)))
 
     def answer_step(
-        self, noise: Array | None, down: SumGradients, state: ClientState, data: SiloData
+        self, noise: Array | None, down: Sums, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
         """Take a client's steps, given the gradients in its predictor and its part of the sum."""
-
-        def draw(params: ClientParams, xi: Array | None) -> ClientDraw:
-            return self.client_draw(params, xi, state, data)
-
         # The derivatives of the first draw cannot be kept from one exchange to the next, so the
         # draw is repeated from the noise in the state.
-        drawn, pull = jax.vjp(draw, state.params, state.xi)
-        slope_g, slope_part = self.client_slopes(down.part, state)
-        slopes = ClientDraw(slope_g, slope_part, jnp.ones_like(drawn.term), down.b)
+        drawn, pull = jax.vjp(
+            lambda params, xi: self.client_draw(params, xi, state, data), state.params, state.xi
+        )
+        # Under the power likelihood a client's term depends on its own predictor, and not on its
+        # own auxiliary variables.
+        slope_g = state.slope if self.power else jnp.zeros_like(down.part)
+        slopes = ClientDraw(slope_g, down.part - slope_g, jnp.ones_like(drawn.term), down.b)
         gradient, by_xi = pull(slopes)
         after = self.ascend(state, "own", gradient.own)
         if self.auxiliary is not None:
@@ -371,54 +298,56 @@ class VFLAlgorithm(VerticalAlgorithm):
             """Return the client's term of the bound, its auxiliary variables as they are."""
 
             def one_particle(eps: Array, part: Array) -> Array:
-                z, log_q, _ = coupling.draw_in(state.frame, party.guide, own.guide, None, eps, None)
+                z, log_q, _ = draw_in(state.frame, party.guide, own.guide, None, eps, None)
                 g, prior = self.model.predict(party.model, own.theta, z, batch)
-                return prior - log_q + self.row_weight * self.log_auxiliary(part, g)
+                log_part = dist.Normal(g, self.rho).log_prob(part).sum()
+                return prior - log_q + self.row_weight * log_part
 
             return jax.vmap(one_particle)(eps, drawn.part).mean()
 
-        def local_step(state: ClientState, eps: Array) -> tuple[ClientState, None]:
-            return self.ascend(state, "own", jax.grad(at_fixed_part)(state.params.own, eps)), None
-
         if noise is not None:
-            after, _ = jax.lax.scan(local_step, after, noise)
+            slope = jax.grad(at_fixed_part)
+            after, _ = jax.lax.scan(
+                lambda at, eps: (self.ascend(at, "own", slope(at.params.own, eps)), None),
+                after,
+                noise,
+            )
         course = convergence.update(
             state.course, jnp.zeros(()), after.params.own, whitened=self.from_start
         )
         up = Stepped(by_xi, convergence.settled(course).astype(jnp.result_type(float)))
         return Reply(up, all_finite((gradient, by_xi))), after._replace(course=course)
 
-    def client_slopes(self, slope: Array, state: ClientState) -> tuple[Array, Array]:
-        """Return the gradients in a client's predictor and in its part, from that in the sum."""
-        return jnp.zeros_like(slope), slope
-
     def client_draw(
         self, params: ClientParams, xi: Array | None, state: ClientState, data: SiloData
     ) -> ClientDraw:
         """Return a client's draws, from the noise in its state and the shared noise ``xi``."""
         party, batch = self.type_of(data), self.take_rows(data, state.rows)
-        psi, row_info = params.auxiliary, self.row_info(state, batch)
+        psi, known, num_rows = params.auxiliary, state.centre, self.shape[1]
         eta, coefs = params.own.guide, self.coupling_of(party, params.own)
-        # Parameters of all rows are the client's state; the round uses those of its rows.
-        if self.auxiliary is not None and state.rows is not None:
-            psi = self.auxiliary.take_rows(psi, state.rows)
+        if self.auxiliary is not None and self.auxiliary.hidden:
+            # The response's columns (rows, k) are those that clients have; k may be 0.
+            at_server = server_arrays(batch)
+            responses = [at_server[n] for n in self.model.response if n in at_server]
+            columns = [y.reshape(len(y), -1) for y in responses if jnp.shape(y)[:1] == (num_rows,)]
+            known = jnp.concatenate([jnp.zeros((num_rows, 0)), *columns], 1)
+        elif self.auxiliary is not None and state.rows is not None:
+            # Parameters of all rows are the client's state; the round uses those of its rows.
+            psi = jax.tree.map(lambda a: a[state.rows], psi)
+            known = known[state.rows] if known.ndim else known
 
         def one_particle(eps: Array, tau: Array | None, xi: Array | None) -> ClientDraw:
-            z, log_q, stat = coupling.draw_in(state.frame, party.guide, eta, coefs, eps, xi)
+            z, log_q, stat = draw_in(state.frame, party.guide, eta, coefs, eps, xi)
             g, log_p = self.model.predict(party.model, params.own.theta, z, batch)
             if self.auxiliary is None or tau is None:
                 return ClientDraw(g, g, log_p - log_q, stat)
-            part, log_q_part = self.auxiliary.draw(psi, g, row_info, tau)
-            log_ratio = self.log_auxiliary(part, g) - log_q_part
-            return ClientDraw(g, part, log_p - log_q + self.row_weight * log_ratio, stat)
+            part, log_q_part = self.auxiliary.draw(psi, g, known, tau)
+            log_part = dist.Normal(g, self.rho).log_prob(part).sum() - log_q_part
+            return ClientDraw(g, part, log_p - log_q + self.row_weight * log_part, stat)
 
         eps, tau = state.noise
         drawn = jax.vmap(one_particle)(eps, tau, xi)
         return drawn._replace(term=drawn.term.mean())
-
-    def log_auxiliary(self, part: Array, g: Array) -> Array:
-        """Return the log density of auxiliary variables given the predictor."""
-        return dist.Normal(g, self.rho).log_prob(part).sum()
 
     def draw_shared_noise(self, noise_guide: GuideParams, noise: Array | None) -> Array | None:
         """Return the shared noise, (draws, rank), from standard normals."""
@@ -446,35 +375,27 @@ class VFLAlgorithm(VerticalAlgorithm):
         guide = (self.server if data is None else self.type_of(data)).guide
         return {**party.guide, "latents": guide.in_z(party.frame, party.guide["latents"])}
 
-    def server_posterior_noise(self, key: Array, n: int) -> tuple[Array, Array | None]:
-        """Return noise for ``n`` draws of the server's latents, and of the shared noise."""
+    def server_noise(self, key: Array, state: ServerState, n: int) -> tuple[Array, Array | None]:
+        """Return noise for ``n`` draws of the server's latents, and the shared noise."""
         key_draw, key_shared = jax.random.split(key)
+        noise = self.shared_noise_guide.noise(key_shared, n) if self.rank else None
         eps = self.server.guide.noise(key_draw, n)
-        return eps, self.shared_noise_guide.noise(key_shared, n) if self.rank else None
+        return eps, self.draw_shared_noise(state.params.shared, noise)
 
-    def client_posterior_noise(self, key: Array, state: ClientState, n: int) -> Array:
+    def client_noise(self, key: Array, state: ClientState, n: int) -> Array:
         """Return noise for ``n`` draws of a client's latents."""
         return jax.random.normal(key, (n, *state.noise[0].shape[1:]))
 
     def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[Array | None, Array]:
-        eps, noise = self.server_posterior_noise(key, n)
-        xi = self.draw_shared_noise(state.params.shared, noise)
+        eps, xi = self.server_noise(key, state, n)
         return xi, _latents(self.server, self.shared(state), eps, xi)
 
     def client_draws(
         self, key: Array, sent: Array | None, state: ClientState, data: SiloData, n: int
     ) -> tuple[FederatedModel, dict[str, Any], Array]:
         party, private = self.type_of(data), self.private(state, data)
-        z = _latents(party, private, self.client_posterior_noise(key, state, n), sent)
+        z = _latents(party, private, self.client_noise(key, state, n), sent)
         return party.model, private.theta, z
-
-
-def _standard_normal_at(
-    start: PartyStart, key: Array, party: PartyType, theta: dict[str, Any]
-) -> tuple[PartyParams, Gaussian]:
-    """Return a party's first parameters, a standard normal in a frame, and the frame."""
-    eta = party.guide.init(key, jnp.zeros(party.model.dim), 1.0)
-    return PartyParams(start.coupling, eta, theta), party.guide.frame(start.loc, start.root)
 
 
 def _latents(
@@ -482,5 +403,61 @@ def _latents(
 ) -> Array:
     """Return draws (n, dim) of a party's latents."""
     eta, coefs = fitted.guide["latents"], fitted.guide.get("coupling")
-    draw = partial(coupling.draw_in, fitted.frame, party.guide, eta, coefs)
+    draw = partial(draw_in, fitted.frame, party.guide, eta, coefs)
     return jax.vmap(draw)(noise, xi)[0]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PowerVFL(VFLAlgorithm):
+    """Algorithm 2 as pure functions: clients hold the server's arrays and evaluate likelihoods."""
+
+    power: bool = True  # clients keep ``slope`` in their states
+
+    @property
+    def round(self) -> Round:
+        usual = super().round
+        drawing, stepping = usual.exchanges
+        asked = drawing, Exchange(LIKELIHOOD, self.answer_likelihood), stepping
+        return replace(usual, exchanges=asked)
+
+    def server_round(
+        self, state: ServerState, noise: ServerNoise, ask: Ask
+    ) -> tuple[ServerState, Info]:
+        """Ask clients for their auxiliary variables, then for their likelihoods, and step."""
+        drawn: Up = ask(DRAW, Down(None, noise.rows)).up
+        data = self.take_rows(ask.server_data, noise.rows)
+
+        def latents(own: PartyParams) -> tuple[Array, Array]:
+            """Return draws of the server's latents, and its own term of the bound."""
+            _, z, log_q = self.server.guide.draws(state.frame, own.guide, noise.eps)
+            total = jnp.zeros(self.shape[1:])
+            log_p = jax.vmap(lambda z: self.model.log_server(own.theta, z, total, data)[0])(z)
+            return z, (log_p - log_q).mean()
+
+        (z, value), pull = jax.vjp(latents, state.params.own)
+        up: Gradients = ask(LIKELIHOOD, AtServer(drawn.part, self.shared(state).theta, z)).up
+        (gradient,) = pull((up.z, jnp.ones_like(value)))
+        theta = jax.tree.map(jnp.add, gradient.theta, up.theta)
+        after = self.ascend(state, "own", gradient._replace(theta=theta))
+        loss = -(value + up.term + drawn.term)
+        course = convergence.update(state.course, loss, after.params, whitened=self.from_start)
+        stepped: Stepped = ask(STEP, Sums(up.slope, None)).up
+        after = after._replace(course=course, resting=stepped.resting)
+        return after, Info(loss, all_finite((loss, gradient, up.slope)))
+
+    def answer_likelihood(
+        self, noise: object, down: AtServer, state: ClientState, data: SiloData
+    ) -> tuple[Reply[Gradients], ClientState]:
+        """Send a client's likelihood at its own predictor and the others' auxiliary variables."""
+        drawn = self.client_draw(state.params, None, state, data)
+        batch = self.take_rows(data, state.rows)
+        at_server = SiloData(server_arrays(batch))
+        argument = drawn.g + down.total - drawn.part
+
+        def term(theta: dict[str, Any], z: Array, argument: Array) -> Array:
+            log_p = jax.vmap(lambda z, g: self.model.log_server(theta, z, g, at_server)[1])
+            return self.row_weight * log_p(z, argument).mean() / len(self.model.clients)
+
+        value, (theta, z, slope) = jax.value_and_grad(term, (0, 1, 2))(down.theta, down.z, argument)
+        up = Gradients(value, slope, theta, z)
+        return Reply(up, all_finite(up)), state._replace(slope=slope)

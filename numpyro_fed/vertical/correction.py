@@ -40,9 +40,8 @@ from numpyro_fed.rounds.stacks import StackedExchange, stacked_visit
 from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.expand import shape
 from numpyro_fed.text.sites import Site
-from numpyro_fed.vertical import coupling
 from numpyro_fed.vertical.algorithm import VFLAlgorithm
-from numpyro_fed.vertical.coupling import CouplingStats
+from numpyro_fed.vertical.guides import CouplingStats, coupling_stat, draw, log_ratio
 from numpyro_fed.vertical.parties import ClientState, PartyState, ServerState
 from numpyro_fed.vertical.result import ColumnsAfterFit, VerticalResult
 from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, moments
@@ -62,15 +61,6 @@ SCALES = (1.0, 1.5, 3.0)
 SHARES = (0.8, 0.1, 0.1)
 
 
-class WeighedDraws(NamedTuple):
-    """The draws of one exchange."""
-
-    z: Array  # (draws, dim) the server's
-    own: tuple[Array, ...]  # the clients'
-    log_weights: Array
-    log_evidence: float
-
-
 def vertical_correct(
     key: Array, result: VerticalResult, num_draws: int, accuracy: float
 ) -> VerticalCorrected:
@@ -85,23 +75,28 @@ def vertical_correct(
     at_once = max(1, min(size, SIDE_BY_SIDE // row_numbers))
     weighing: WeighParties = fit.cached((IMPORTANCE, size), lambda: WeighParties(v, size, at_once))
 
-    def weigh(i: int) -> WeighedDraws:
+    def weigh(i: int) -> tuple[tuple[Array, ...], np.ndarray, float]:
+        """Return all parties' draws of an exchange, their log weights and the log evidence."""
         key_exchange = jax.random.fold_in(key, i)
         ask = result._asking(key_exchange)
         key_server = server_key(exchange_key(key_exchange, 0, 0, 1))
-        z, log_weights = weighing.run(ask, key_server, result.state.server, server_data)
-        evidence = float(np.logaddexp.reduce(np.asarray(log_weights, np.float64)) - np.log(size))
+        z, log_w = weighing.run(ask, key_server, result.state.server, server_data)
+        log_weights = np.asarray(log_w, np.float64)
+        evidence = float(np.logaddexp.reduce(log_weights) - np.log(size))
         if ask.unusable or not np.isfinite(evidence):
             raise result.unusable(NO_WEIGHTS, ask.unusable)
-        own = tuple(hosted.at(j, ask.silos) for j in range(len(hosted.data)))
-        return WeighedDraws(z, own, log_weights, evidence)
+        return (
+            (z, *(hosted.at(j, ask.silos) for j in range(len(hosted.data)))),
+            log_weights,
+            evidence,
+        )
 
     exchanges, interrupted = until_interrupted(weigh, -(-num_draws // size))
-    log_weights = np.concatenate([np.asarray(e.log_weights, np.float64) for e in exchanges])
+    draws, log_ws, evidences = zip(*exchanges, strict=True)
+    log_weights = np.concatenate(log_ws)
     weights = Weights.of(log_weights)
-    by_party = zip(*((e.z, *e.own) for e in exchanges), strict=True)
-    z, *own = (replace_weightless(jnp.concatenate(draws), weights.values) for draws in by_party)
-    evidences = [e.log_evidence for e in exchanges]
+    by_party = map(jnp.concatenate, zip(*draws, strict=True))
+    z, *own = (replace_weightless(party, weights.values) for party in by_party)
     all_draws = np.concatenate([np.asarray(a) for a in (z, *own)], 1)
     from_guide = np.tile(weighing.mixture[1] == 0, len(exchanges))
     found = moments(all_draws, weights.values, from_guide)
@@ -184,12 +179,9 @@ class Up(NamedTuple):
     coupling: CouplingStats | None = None  # with ``b`` (draws, components, rank)
 
 
-class PartyDraws(NamedTuple):
-    """A party's draws from the mixture."""
-
-    z: Array  # (draws, dim)
-    log_q: Array  # (draws, components)
-    b: Array | None  # (draws, components, rank) the coupling statistic
+# A party's draws from the mixture (draws, dim), their log densities (draws, components), and the
+# coupling statistic (draws, components, rank).
+PartyDraws = tuple[Array, Array, Array | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,12 +236,11 @@ class WeighParties:
         """Return a party's draws, from its own noise and that of a message."""
         (scales, of_draw), frame = self.mixture, party.frame
         eta, V = party.guide["latents"], party.guide.get("coupling")
-        draw = partial(coupling.draw, guide)
-        u, log_q, b = jax.vmap(draw, (None, None, 0, 0))(eta, V, noise, down.xi)
+        u, log_q, b = jax.vmap(partial(draw, guide), (None, None, 0, 0))(eta, V, noise, down.xi)
         place = jax.vmap(partial(guide.place, frame))
         if len(scales) == 1 or not guide.density_everywhere:
             b = None if b is None else b[:, None]
-            return PartyDraws(place(u), log_q[:, None] - frame.log_det, b)
+            return place(u), log_q[:, None] - frame.log_det, b
         centre = guide.centre(eta) if V is None else guide.draw(eta, V @ down.centre_xi)[0]
         # Wider draws are spread around the centre given the centre of the shared noise: then all
         # parties' draws are those of one widened joint distribution.
@@ -261,10 +252,10 @@ class WeighParties:
             log_q = jax.vmap(partial(guide.log_density, eta))(shrunk) - widened
             if V is None:
                 return log_q, None
-            return log_q, jax.vmap(partial(coupling.at, guide, eta, V))(shrunk)
+            return log_q, jax.vmap(partial(coupling_stat, guide, eta, V))(shrunk)
 
         densities = [log_q_at_scale(float(s)) for s in scales]
-        return PartyDraws(place(u), *jax.tree.map(lambda *a: jnp.stack(a, 1), *densities))
+        return place(u), *jax.tree.map(lambda *a: jnp.stack(a, 1), *densities)
 
     def silo(
         self, noise: Array, down: Down, state: ClientState, data: SiloData
@@ -272,14 +263,15 @@ class WeighParties:
         """Draw a client's latents, and send its predictors and densities there."""
         v, party = self.vertical, self.vertical.type_of(data)
         private = v.private(state, data)
-        eps = v.client_posterior_noise(noise, state, self.num_draws)
+        eps = v.client_noise(noise, state, self.num_draws)
         z, log_q, b = self.draw(party.guide, private, eps, down)
-
-        def predict_at(z: Array) -> tuple[Array, Array]:
-            return v.model.predict(party.model, private.theta, z, data)
-
-        g, log_p = jax.lax.map(predict_at, z, batch_size=self.at_once)
-        stats = None if b is None else CouplingStats(b, _products(private.guide))
+        g, log_p = jax.lax.map(
+            lambda z: v.model.predict(party.model, private.theta, z, data),
+            z,
+            batch_size=self.at_once,
+        )
+        V = private.guide.get("coupling")
+        stats = None if b is None or V is None else CouplingStats(b, V.T @ V)
         return Reply(Up(g, log_p, log_q, stats), jnp.array(True)), z
 
     def usable(self, up: Up) -> Any:
@@ -294,27 +286,27 @@ class WeighParties:
     def _drawn(self, key: Array, state: ServerState) -> tuple[Down, PartyDraws]:
         """Return the server's message, and its own draws."""
         v = self.vertical
-        eps, noise = v.server_posterior_noise(key, self.num_draws)
-        centre_xi = v.shared_noise_guide.centre(state.params.shared) if v.rank else None
-        down = Down(v.draw_shared_noise(state.params.shared, noise), centre_xi)
+        eps, xi = v.server_noise(key, state, self.num_draws)
+        down = Down(xi, v.shared_noise_guide.centre(state.params.shared) if v.rank else None)
         return down, self.draw(v.server.guide, v.shared(state), eps, down)
 
     @compiled_method()
     def _log_weights(self, state: ServerState, drawn: PartyDraws, up: Up, data: SiloData) -> Array:
         """Return the log weights (n,) of all draws."""
-        v, (scales, of_draw) = self.vertical, self.mixture
+        v, (scales, of_draw), (z, log_q, b) = self.vertical, self.mixture, drawn
         shares = jnp.asarray(np.bincount(of_draw, minlength=len(scales)) / self.num_draws)
         theta, params, _ = v.shared(state)
 
-        def log_joint(at: tuple[Array, Array]) -> Array:
-            return sum(v.model.log_server(theta, *at, data), jnp.zeros(()))
-
-        log_p = jax.lax.map(log_joint, (drawn.z, up.predictor), batch_size=self.at_once)
-        log_q = drawn.log_q + up.log_q
-        if up.coupling is not None and drawn.b is not None:
-            A = up.coupling.A + _products(params)
-            ratio = partial(coupling.log_ratio, params["shared"], A=A)
-            log_q += jax.vmap(jax.vmap(ratio))(drawn.b + up.coupling.b)
+        log_p = jax.lax.map(
+            lambda at: sum(v.model.log_server(theta, at[0], at[1], data), jnp.zeros(())),
+            (z, up.predictor),
+            batch_size=self.at_once,
+        )
+        log_q = log_q + up.log_q
+        if up.coupling is not None and b is not None:
+            V = params["coupling"]
+            ratio = partial(log_ratio, params["shared"], A=up.coupling.A + V.T @ V)
+            log_q += jax.vmap(jax.vmap(ratio))(b + up.coupling.b)
         log_w = log_p + up.log_p - jax.nn.logsumexp(jnp.log(shares) + log_q, axis=1)
         # Far from the guides a density may overflow; that draw has no weight.
         return jnp.where((of_draw > 0) & ~(log_w < jnp.inf), -jnp.inf, log_w)
@@ -325,9 +317,4 @@ class WeighParties:
         """Return the server's draws (n, dim), and the log weights (n,) of all parties' draws."""
         down, drawn = self._drawn(key, state)
         up: Up = ask(self.exchange, down)
-        return drawn.z, self._log_weights(state, drawn, up, data)
-
-
-def _products(params: dict[str, Any]) -> Array:
-    """Return ``V' V`` of a party's part in the shared noise."""
-    return params["coupling"].T @ params["coupling"]
+        return drawn[0], self._log_weights(state, drawn, up, data)

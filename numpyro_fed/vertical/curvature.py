@@ -1,25 +1,21 @@
-"""Slopes and curvatures of a party's log density, and Newton steps."""
+"""Slopes and curvatures of a party's log density, Newton steps, and the messages of the search."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
 
 from numpyro_fed.basics.trees import AnyArray
 from numpyro_fed.numerics.gaussian import Curvature
+from numpyro_fed.vertical.parties import PinnedLatents
 
-PLANE_STEPS = 10  # of Newton's method in the plane, at the server: two numbers, so they are cheap
 PARALLEL = 1e-5  # relative Gram eigenvalue below which basis vectors count as dependent
 
-Newton = tuple[Array, Array, Array]  # a point, its height and the damping
-Function = Callable[[Array], Array]
 LEAST = 1e-6  # least curvature of a direction, as a share of the largest
 
 
@@ -37,11 +33,22 @@ class PartyExpansion(NamedTuple):
 
     @classmethod
     def at(
-        cls, predict: Function, own_log_p: Function, z: Array, slope: Array, curvature: Array
+        cls,
+        density: Callable[[Array], tuple[Array, Array]],
+        z: Array,
+        slope: Array,
+        curvature: Array,
     ) -> PartyExpansion:
-        """Return the expansion at ``z`` (dim,), by the predictor's Jacobian (Gauss-Newton)."""
+        """Return the expansion at ``z`` (dim,), by the predictor's Jacobian (Gauss-Newton).
+
+        ``density`` returns the predictor, and the client's own log density.
+        """
+
+        def own_log_p(z: Array) -> Array:
+            return density(z)[1]
+
         # Forward mode: a client has fewer latents than rows.
-        J = jax.jacfwd(predict)(z).reshape(slope.size, z.size)
+        J = jax.jacfwd(lambda z: density(z)[0])(z).reshape(slope.size, z.size)
         own_slope, own_hessian = jax.grad(own_log_p)(z), jax.hessian(own_log_p)(z)
         rows = J.T @ (jnp.ravel(curvature)[:, None] * J)
         return cls(J.T @ jnp.ravel(slope) + own_slope, rows - own_hessian, own_slope, own_hessian)
@@ -58,13 +65,6 @@ class Point(NamedTuple, Generic[AnyArray]):
     by_zz: AnyArray
 
 
-def at_point(log_density: Function, z: Array) -> tuple[Array, Array]:
-    """Return slope (dim,) and curvature (dim, dim) of a log density at a point."""
-    if not z.size:
-        return jnp.zeros(0), jnp.zeros((0, 0))
-    return jax.grad(log_density)(z), -jax.hessian(log_density)(z)
-
-
 def newton_step(curvature: AnyArray, slope: AnyArray) -> AnyArray:
     """Return the Newton direction, uphill."""
     return Curvature.of(curvature).positive(LEAST).solve(slope)
@@ -75,15 +75,13 @@ def root_of(curvature: AnyArray) -> AnyArray:
     return Curvature.of(curvature).positive(LEAST).root_of_inverse()
 
 
-def diagonal_curvature(fn: Function, total: Array) -> Array:
+def diagonal_curvature(fn: Callable[[Array], Array], total: Array) -> Array:
     """Return minus the diagonal of the Hessian in the sum, at least zero, with the sum's shape.
 
     Rows must not interact: one product with the Hessian then gives a whole column of the sum.
     """
     columns = total.reshape(len(total), -1)
-
-    def slope(columns: Array) -> Array:
-        return jax.grad(fn)(columns.reshape(total.shape)).reshape(columns.shape)
+    slope = jax.grad(lambda columns: fn(columns.reshape(total.shape)))
 
     def diagonal_column(k: Array) -> Array:
         tangent = jnp.zeros_like(columns).at[:, k].set(1.0)
@@ -126,43 +124,106 @@ def ritz_vectors(gram: np.ndarray, curvature: np.ndarray) -> tuple[np.ndarray, n
     return combine, np.where(is_real, ((curvature @ combine) * combine).sum(0) / size, 1.0)
 
 
-def maximise_in_plane(fn: Function) -> tuple[Array, Array]:
-    """Return the maximum (2,) near zero of a function of two numbers, and the gain over zero.
-
-    It is found by damped Newton steps, from the full Newton direction (1, 0) if that is better.
-    """
-    first = jnp.array([1.0, 0.0])
-
-    def step(carry: Newton, _: None) -> tuple[Newton, None]:
-        ab, value, damping = carry
-        slope, hessian = jax.grad(fn)(ab), jax.hessian(fn)(ab)
-        curvature = Curvature.of(-hessian)
-        size = jnp.maximum(jnp.abs(curvature.values + damping), 1e-4)
-        trial = ab + replace(curvature, values=size).solve(slope)
-        trial_value = fn(trial)
-        better = jnp.isfinite(trial_value) & (trial_value > value) & jnp.isfinite(trial).all()
-        ab, value = jnp.where(better, trial, ab), jnp.where(better, trial_value, value)
-        return (ab, value, jnp.where(better, 0.2 * damping, 5 * damping + 0.01)), None
-
-    at_zero = fn(jnp.zeros(2))
-    at_first = fn(first)
-    usable = jnp.isfinite(at_first) & (at_first > at_zero)
-    ab = jnp.where(usable, first, 0.0)
-    value = jnp.where(usable, at_first, at_zero)
-    (ab, value, _), _ = jax.lax.scan(step, (ab, value, jnp.array(0.0)), length=PLANE_STEPS)
-    return ab, value - at_zero
-
-
 def real(tree: object) -> Any:
     """Return numbers in the precision of this moment, in which they are sent and computed with."""
-    dtype = jnp.result_type(float)
-
-    def cast(a: ArrayLike) -> np.ndarray:
-        return np.asarray(a, dtype if np.asarray(a).dtype.kind == "f" else None)
-
-    return jax.tree.map(cast, tree)
+    kinds = {"f": jnp.result_type(float)}
+    return jax.tree.map(lambda a: np.asarray(a, kinds.get(np.asarray(a).dtype.kind)), tree)
 
 
 def finite(tree: object) -> bool:
     """Return whether all numbers of a tree are finite."""
     return all(np.isfinite(np.asarray(a)).all() for a in jax.tree.leaves(tree))
+
+
+class PartySearch(NamedTuple, Generic[AnyArray]):
+    """A party's state of the search: arrays of NumPy at the server, of JAX at a client."""
+
+    theta: dict[str, Any]
+    pinned: PinnedLatents
+    z: AnyArray  # the best point so far
+    direction: AnyArray  # with ``last`` it spans the plane of the next step
+    last: AnyArray
+    step: AnyArray  # leads to the point that is tried
+    basis: AnyArray  # (dim, width) its rows of a basis for directions of all parties' latents
+    directions: AnyArray  # the same in the latents' own units
+    anchor: AnyArray  # (dim, rank) the first columns of the first basis
+
+
+ServerSearch: TypeAlias = PartySearch[np.ndarray]
+ClientSearch: TypeAlias = PartySearch[Array]
+
+
+class Trial(NamedTuple, Generic[AnyArray]):
+    """The point to try: coordinates in the plane (2,), and a step along the basis (width,)."""
+
+    ab: AnyArray
+    newton: AnyArray
+
+
+def moved(state: PartySearch[AnyArray], trial: Trial[AnyArray]) -> PartySearch[AnyArray]:
+    """Return the party with its own step (dim,) from the best point to the trial point."""
+    plane = trial.ab[0] * state.direction + trial.ab[1] * state.last
+    return state._replace(step=plane + state.directions @ trial.newton)
+
+
+def accepted(state: PartySearch[AnyArray]) -> PartySearch[AnyArray]:
+    """Return the party with the trial point as its best one."""
+    return state._replace(z=state.z + state.step, last=state.step)
+
+
+class TrialReply(NamedTuple, Generic[AnyArray]):
+    """A client's message on a trial point: its predictor, and its own log density."""
+
+    predictor: AnyArray
+    log_p: AnyArray
+
+
+class Slopes(NamedTuple, Generic[AnyArray]):
+    """A message of the server: whether the trial was accepted, slope and curvature in the sum.
+
+    Where the basis is improved, ``ritz`` has the findings on it (:class:`RitzValues`).
+    """
+
+    better: AnyArray  # () bool
+    slope: AnyArray
+    curvature: AnyArray
+    ritz: Any = ()
+
+
+class Along(NamedTuple, Generic[AnyArray]):
+    """A client's message on some directions: the two of its plane, or those of its basis."""
+
+    predictor: AnyArray  # (k, rows, ...) the change of its predictor along each
+    slope: AnyArray  # (k,) of its own log density
+    curvature: AnyArray  # (k, k)
+    gram: Any = ()  # (k, k) products of its rows of a basis
+    anchor: Any = ()  # (k, rank) those with its rows of the anchor
+
+
+class RitzValues(NamedTuple, Generic[AnyArray]):
+    """The server's findings on the basis, which it sends."""
+
+    looks: AnyArray  # counts exchanges
+    combine: AnyArray  # (width, width) combinations of the basis
+    curvatures: AnyArray  # (width,) along these, smallest first
+    # (width, rows, ...) minus the change of the slope with respect to the sum along each; empty if
+    # the basis spans all directions
+    pull: AnyArray
+
+
+class BeginMessage(NamedTuple, Generic[AnyArray]):
+    """A message of the server at the start of a run."""
+
+    at_best: Slopes[AnyArray]
+    combine: Any  # (width, rank) makes the shares in the shared noise of the basis
+    tau: AnyArray
+
+
+class JointCurvature(NamedTuple):
+    """The server's findings on the basis, besides those that it sends (``ritz``)."""
+
+    ritz: RitzValues[np.ndarray]
+    turned: np.ndarray  # (dim, width) its own rows of the curvature times the directions
+    newton: np.ndarray  # (width,) a step along them to try, whose gain is ``gain`` nats
+    angles: np.ndarray  # (rank, rank) products of the best directions with the anchor
+    gain: float

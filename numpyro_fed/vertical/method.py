@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from numpyro_fed.basics.errors import DataError, ModelError, StartWarning, one_o
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.padding import bucket, one_by_one
 from numpyro_fed.data.silo_data import SiloData, read_one, signature
+from numpyro_fed.guides.guide import Guide
 from numpyro_fed.methods.method import (
     RUNTIMES,
     FederatedMethod,
@@ -55,6 +56,7 @@ from numpyro_fed.text.fingerprint import SOFTWARE, check_terms, terms_of
 from numpyro_fed.text.row_checks import RowChecks
 from numpyro_fed.text.values import SupportCheck, as_bucket
 from numpyro_fed.text.vertical import Text, VerticalSplit, is_array, split
+from numpyro_fed.vertical.algorithm import VFLAlgorithm
 from numpyro_fed.vertical.curvature import NoModeError
 from numpyro_fed.vertical.parties import VerticalAlgorithm
 from numpyro_fed.vertical.result import VerticalResult, VerticalStart
@@ -68,11 +70,8 @@ OTHER_COLUMNS = (
 )
 
 
-Algorithm = TypeVar("Algorithm", bound=VerticalAlgorithm)
-
-
 @dataclass(frozen=True)
-class VerticalMethod(FederatedMethod[Outcome], Generic[Outcome, Algorithm]):
+class VerticalMethod(FederatedMethod[Outcome]):
     """A method for models whose clients hold some columns of every row.
 
     Parameters
@@ -82,12 +81,15 @@ class VerticalMethod(FederatedMethod[Outcome], Generic[Outcome, Algorithm]):
     likelihood : {"augmented", "power"}
     share_response : bool
         Whether clients know the response and the rest of the server's data.
+    rho : float, optional
+        Standard deviation of the auxiliary variables; None for none.
     """
 
     result_class: ClassVar[type[VerticalResult]] = VerticalResult
 
     likelihood: str = field(default="augmented", kw_only=True)
     share_response: bool = field(default=False, kw_only=True)
+    rho: float | None = field(default=None, kw_only=True)
     _fits: dict[Hashable, CompiledMethod] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -101,6 +103,10 @@ class VerticalMethod(FederatedMethod[Outcome], Generic[Outcome, Algorithm]):
                 "which it must know the response: say share_response=True, or use the augmented "
                 "model."
             )
+
+    @property
+    def hides_by_noise(self) -> bool:
+        return self.rho is not None
 
     def run(
         self,
@@ -240,15 +246,9 @@ class VerticalMethod(FederatedMethod[Outcome], Generic[Outcome, Algorithm]):
         precision = str(jnp.result_type(float))
         cache_key = (runtime, precision, parts.arguments, *map(signature, parts.clients))
         if cache_key not in self._fits:
-            built, reach = self.assemble(parts), partial(in_process, runtime)
-            self._fits[cache_key] = CompiledMethod(
-                built=built,
-                runtime=reach(built.algorithm),
-                reach=reach,
-                checks=RowChecks(built.model),
-                plan=Plan(facts_of_columns(whole.data), len(parts.clients), (), ()),
-                recipe=recipe(self, runtime),
-            )
+            plan = Plan(facts_of_columns(whole.data), len(parts.clients), (), ())
+            compiled = self._compiled(parts, plan, partial(in_process, runtime))
+            self._fits[cache_key] = replace(compiled, recipe=recipe(self, runtime))
         fit = replace(self._fits[cache_key], server_data=parts.server)
         # At every run, since the response's values may be other ones than at the first.
         checks = fit.cached("supports", lambda: SupportCheck.of_server(parts.model))
@@ -276,22 +276,23 @@ class VerticalMethod(FederatedMethod[Outcome], Generic[Outcome, Algorithm]):
 
         name, facts = federation.describe(for_silos(self, federation.names))
         plan, parts = self.agree(tuple(map(Facts.from_json, facts)), arguments, row_ids)
-
-        def make(reach: Callable[..., Runtime]) -> CompiledMethod:
-            built = self.assemble(parts)
-            return CompiledMethod(
-                built=built,
-                runtime=reach(built.algorithm),
-                reach=reach,
-                checks=RowChecks(built.model),
-                server_data=parts.server,
-                plan=plan,
-            )
-
-        # The server's data may be others than at an earlier run, so that only what clients need of
-        # the plan is kept.
+        make = partial(self._compiled, parts, plan)
         fit, hosted = over_federation(federation, name, plan, make)
+        # The server's data may be others than at an earlier run.
         return replace(fit, server_data=parts.server), hosted
+
+    def _compiled(
+        self, parts: VerticalSplit, plan: Plan, reach: Callable[..., Runtime]
+    ) -> CompiledMethod:
+        """Return the fit without the server's data."""
+        built = self.assemble(parts)
+        return CompiledMethod(
+            built=built,
+            runtime=reach(built.algorithm),
+            plan=plan,
+            reach=reach,
+            checks=RowChecks(built.model),
+        )
 
     def agree(
         self,
@@ -375,30 +376,24 @@ class VerticalMethod(FederatedMethod[Outcome], Generic[Outcome, Algorithm]):
         check_terms(plan.terms[number], mine, f"client {number}", by_value=by_value)
 
     @abstractmethod
-    def algorithm_for(self, parts: VerticalSplit) -> Algorithm:
-        """Return the method's algorithm for a model that is split over its parties."""
-
-    @abstractmethod
-    def settings_of(self, v: Algorithm) -> dict[str, Any]:
-        """Return the settings that a saved state must agree with."""
-
-    def search_for(self, v: Algorithm, server_like: SiloData) -> VerticalSearch | None:
-        """Return the search by which a run begins; None if it begins without one."""
-        return None
-
     def assemble(self, parts: VerticalSplit) -> Built:
         """Return the algorithm for a model that is split over its parties."""
+
+    def built(
+        self, parts: VerticalSplit, v: VerticalAlgorithm, guide: Guide, settings: dict[str, Any]
+    ) -> Built:
+        """Return an algorithm with the server's guide, and settings of which saved states hold."""
         if self.likelihood == "power" and parts.model.below:
             raise ModelError(LATENT_OF_SUM.format(parts.model.below[0]))
-        v = self.algorithm_for(parts)
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), parts.server)
+        searches = isinstance(v, VFLAlgorithm) and v.from_start
         return Built(
             model=parts.model.server,
-            guide=v.server_guide,
+            guide=guide,
             algorithm=v.algorithm(like),
             parties=v,
-            settings={"method": type(self).__name__, **self.settings_of(v)},
-            search=self.search_for(v, like),
+            settings={"method": type(self).__name__, **settings},
+            search=VerticalSearch(cast(VFLAlgorithm, v), like) if searches else None,
         )
 
     def result_of(

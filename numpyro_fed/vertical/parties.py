@@ -1,7 +1,7 @@
-"""The parties of a vertical model: their guides, parameters and states; the base of algorithms.
+"""Parties of a vertical model: guides, parameters, states, messages; the base of algorithms.
 
 Each client holds some columns of every row, and adds a part to the predictor; the server holds the
-response. Parties' guides are independent, or share noise (:mod:`numpyro_fed.vertical.coupling`).
+response. Parties' guides are independent, or share noise (:mod:`numpyro_fed.vertical.guides`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpyro_fed.basics.trees import all_finite, ascend, where
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GlobalGuide, GuideParams
 from numpyro_fed.guides.guide import Guide
-from numpyro_fed.guides.structured import GuideConfig, Spec, build_guide, resolve_guide
+from numpyro_fed.guides.structured import GuideConfig, Spec, build_guide
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.convergence import ConvergenceStats
@@ -32,7 +32,9 @@ from numpyro_fed.rounds.stacks import StackedExchange, stacked_visit
 from numpyro_fed.rounds.states import Private, Sampled, Shared
 from numpyro_fed.search.expand import shape
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.sites import Theta
 from numpyro_fed.text.vertical import VerticalModel, latents_of, prior_draw
+from numpyro_fed.vertical.guides import CouplingStats
 
 AT_ONCE = 64  # draws whose values are computed side by side; more of them use more memory
 PRIOR_DRAWS = 500  # for the median and sd of hyperparameters
@@ -66,6 +68,16 @@ class PartyType:
     def guide(self) -> GlobalGuide[Array]:
         """Return the guide of the party's latents."""
         return self.guide_at(None).globals
+
+    def standard_normal(
+        self, key: Array, theta: Theta, loc: Array, root: Array, share: Array | None
+    ) -> tuple[PartyParams, Gaussian]:
+        """Return first parameters for which the guide is a standard normal in a frame, and that.
+
+        ``root`` (dim, dim) is of the covariance, and ``share`` (dim, rank) is in the shared noise.
+        """
+        eta = self.guide.init(key, jnp.zeros(self.model.dim), 1.0)
+        return PartyParams(share, eta, theta), self.guide.frame(loc, root)
 
     def pin(self, key: Array, data: SiloData) -> PinnedLatents:
         """Return the fixed values of hyperparameters; zeros if the prior has no draws."""
@@ -160,20 +172,66 @@ def server_arrays(data: SiloData) -> dict[str, Array]:
     return dict(data.kwargs.get("shared") or {})
 
 
-class PartyStart(NamedTuple):
-    """The start of a party's guide: a point, and a covariance there."""
-
-    loc: Array  # (dim,)
-    root: Array  # (dim, dim) of the covariance
-    coupling: Array | None  # (dim, rank) its share in the shared noise
-
-
 class PartyState(NamedTuple):
     """A client's own part, which never leaves it: parameters, guides and its latents' frame."""
 
     theta: dict[str, Any]
     guide: dict[str, Any]
     frame: Gaussian
+
+
+class ServerNoise(NamedTuple):
+    """The noise of a round: of the server's latents, of the shared noise, and the round's rows."""
+
+    eps: Array
+    xi: Array | None
+    rows: Array | None
+
+
+class Down(NamedTuple):
+    """A message of the server for a draw: the shared noise, and the indices of the round's rows."""
+
+    xi: Array | None
+    rows: Array | None
+
+
+class Up(NamedTuple):
+    """A client's message: its part of the sum, and its term of the bound."""
+
+    part: Array
+    term: Array
+    coupling: CouplingStats | None  # None where parties are independent
+
+
+class Sums(NamedTuple):
+    """The sums of all parts and of the coupling statistic, or the gradients in these, as sent."""
+
+    part: Array  # (particles, rows, ...)
+    b: Array | None  # (particles, rank)
+
+
+class Stepped(NamedTuple):
+    """A client's message after its step."""
+
+    by_xi: Array | None  # the gradient with respect to the shared noise
+    resting: Array  # whether its guide has converged (0 or 1): the sum over clients counts them
+
+
+class AtServer(NamedTuple):
+    """A message of the server: the sum of auxiliary variables, its parameters and latents."""
+
+    total: Array
+    theta: dict[str, Any]
+    z: Array
+
+
+class Gradients(NamedTuple):
+    """A client's message: its likelihood term, and gradients of it."""
+
+    term: Array
+    slope: Array  # with respect to the likelihood's argument
+    theta: dict[str, Any]  # with respect to the server's parameters, and to its draws
+    z: Array
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -185,17 +243,6 @@ class VerticalAlgorithm(ABC):
     optim: optax.GradientTransformation
     power: bool = False  # whether clients evaluate likelihoods of their own
     rank: int = 0  # the dimension of the shared noise: 0 for parties that are independent
-
-    @property
-    def num_clients(self) -> int:
-        """Return how many clients there are."""
-        return len(self.model.clients)
-
-    @property
-    def server_guide(self) -> Guide:
-        """Return the guide of the server's latents; a default one where it is not used."""
-        server = self.model.server
-        return build_guide(None, resolve_guide(None, server, {}, {}), server)
 
     @property
     @abstractmethod
@@ -210,7 +257,11 @@ class VerticalAlgorithm(ABC):
             self.round,
             self.shared,
             lambda state: Private(state.params.own.theta, {}),
-            done=self.done,
+            # Guides of auxiliary variables are not checked: one for each row, they are known by the
+            # bound alone.
+            done=lambda state: (
+                convergence.settled(state.course) & (state.resting == len(self.model.clients))
+            ),
             server_like=server_like,
         )
 
@@ -222,17 +273,18 @@ class VerticalAlgorithm(ABC):
     def init_client(self, key: Array, data: SiloData) -> ClientState:
         """Return a client's first state."""
 
-    @abstractmethod
     def shared(self, state: ServerState) -> Shared:
         """Return the server's parameters and guide."""
+        own = state.params.own
+        return Shared(own.theta, own.guide, state.frame)
 
     @abstractmethod
     def private(self, state: ClientState, data: SiloData) -> PartyState:
         """Return a client's parameters, and its guides or draws."""
 
-    @abstractmethod
     def in_z(self, party: Shared | PartyState, data: SiloData | None) -> dict[str, Any]:
         """Return a party's guides in units of its latents; ``data`` is None at the server."""
+        return party.guide
 
     @abstractmethod
     def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[Array | None, Array]:
@@ -266,14 +318,6 @@ class VerticalAlgorithm(ABC):
             params=state.params._replace(**{name: stepped}),
             opt_state={**state.opt_state, name: opt_state},
         )
-
-    def done(self, state: ServerState) -> Array:
-        """Return whether the bound and all parties' parameters have converged.
-
-        Guides of auxiliary variables are not checked: one for each row, they are known by the
-        bound alone.
-        """
-        return convergence.settled(state.course) & (state.resting == self.num_clients)
 
     def sampling(
         self, n: int

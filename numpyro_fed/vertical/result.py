@@ -66,9 +66,9 @@ class ColumnsAfterFit(ABC):
         """Return the form in which a file keeps the verdict, and so many draws."""
 
     @property
-    @abstractmethod
     def _for_arviz(self) -> tuple[float, dict[str, float | str] | None]:
         """Return how many independent draws it is worth, at most, and attributes for ArviZ."""
+        return math.inf, None
 
     def to_arviz(
         self,
@@ -204,10 +204,6 @@ class VerticalResult(FederatedRun, ColumnsAfterFit):
     def run_behind(self) -> VerticalResult:
         """Return the run itself."""
         return self
-
-    @property
-    def _for_arviz(self) -> tuple[float, None]:
-        return math.inf, None
 
     @property
     def num_clients(self) -> int:

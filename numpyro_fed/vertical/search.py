@@ -43,8 +43,8 @@ With eigenvalues :math:`\lambda` and eigenvectors ``U``, the joint covariance is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import jax
@@ -55,7 +55,7 @@ from jax import Array
 from numpyro_fed.basics.programs import compiled_method, jit_once
 from numpyro_fed.basics.trees import AnyArray, all_finite, namespace, where
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.numerics.gaussian import identity
+from numpyro_fed.numerics.gaussian import Curvature, Gaussian, identity
 from numpyro_fed.rounds.exchange import (
     AskSilos,
     Exchange,
@@ -72,14 +72,23 @@ from numpyro_fed.search.expand import shape
 from numpyro_fed.text.vertical import init_theta
 from numpyro_fed.vertical.algorithm import VFLAlgorithm
 from numpyro_fed.vertical.curvature import (
-    Function,
+    Along,
+    BeginMessage,
+    ClientSearch,
+    JointCurvature,
     NoModeError,
     PartyExpansion,
+    PartySearch,
     Point,
-    at_point,
+    RitzValues,
+    ServerSearch,
+    Slopes,
+    Trial,
+    TrialReply,
+    accepted,
     diagonal_curvature,
     finite,
-    maximise_in_plane,
+    moved,
     newton_step,
     positive,
     products,
@@ -87,21 +96,7 @@ from numpyro_fed.vertical.curvature import (
     ritz_vectors,
     root_of,
 )
-from numpyro_fed.vertical.parties import ClientState, PartyStart, PartyType, ServerState
-from numpyro_fed.vertical.search_messages import (
-    Along,
-    BeginMessage,
-    ClientSearch,
-    JointCurvature,
-    PartySearch,
-    RitzValues,
-    ServerSearch,
-    Slopes,
-    Trial,
-    TrialReply,
-    accepted,
-    moved,
-)
+from numpyro_fed.vertical.parties import ClientState, PartyParams, PartyType, ServerState
 
 # Rounds of a cycle of the search, at most. A search takes some 10 to 60 exchanges as a rule; a run
 # begins where the rounds end, so that fewer would only begin it farther off.
@@ -118,9 +113,11 @@ QUIET_ROUNDS = 2  # such rounds in a row
 COMPLETE, OTHERWISE = 3, 10
 # Newton steps of the server by itself, and the shares of a step that are tried.
 OWN_STEPS, SHARES = 30, tuple(2.0**-i for i in range(12))
+PLANE_STEPS = 10  # of Newton's method in the plane, at the server: two numbers, so they are cheap
 
 
 ServerPoint: TypeAlias = Point[np.ndarray]
+InPlane = tuple[Array, Array, Array]  # a point (2,), its height and the damping
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,9 +143,20 @@ class VerticalSearch:
             if v.rank:
                 combine, tau = self.shared_directions(joint)
         else:
+            # The server starts at the mode of its own latents, for a sum of zero.
+            total = np.zeros(v.model.shape, jnp.result_type(float))
+            best = self._at(state, total, data)
+            for _ in range(OWN_STEPS if len(state.z) else 0):
+                move = newton_step(best.by_zz, best.by_z)
+                for share in SHARES:
+                    trial = state._replace(z=state.z + share * move)
+                    found = self._at(trial, total, data)
+                    if found.value > best.value:
+                        state, best = trial, found
+                        break
+                else:
+                    break
             # Clients start at zero, with the curvature that follows from their noise.
-            state, best = self.own_mode(state, data)
-            total = best.total
             slopes = Slopes(np.array(True), total, np.full_like(total, (v.rho or np.inf) ** -2))
         *_, begin = self.exchanges.values()
         ask(begin, real(BeginMessage(slopes, combine, tau)))
@@ -269,22 +277,6 @@ class VerticalSearch:
         left, _, right = np.linalg.svd(size[:, None] * joint.angles)
         return joint.ritz.combine[:, : v.rank] * size @ (left @ right), tau
 
-    def own_mode(self, state: ServerSearch, data: SiloData) -> tuple[ServerSearch, ServerPoint]:
-        """Return the server's state at the mode of its own latents, for a sum of zero."""
-        total = np.zeros(self.vertical.model.shape, jnp.result_type(float))
-        best = self._at(state, total, data)
-        for _ in range(OWN_STEPS if len(state.z) else 0):
-            move = newton_step(best.by_zz, best.by_z)
-            for share in SHARES:
-                trial = state._replace(z=state.z + share * move)
-                found = self._at(trial, total, data)
-                if found.value > best.value:
-                    state, best = trial, found
-                    break
-            else:
-                break
-        return state, best
-
     @cached_property
     def algorithm(self) -> FederatedAlgorithm[ClientSearch, ClientSearch]:
         """Return first states and exchanges, as other parties know them."""
@@ -321,13 +313,13 @@ class VerticalSearch:
         if not width:
             return {begin.name: begin}
 
-        def along(k: int) -> Along[Array]:
-            return Along(shape(k, *v.model.shape), shape(k), shape(k, k))
-
-        in_plane = along(2)
-        in_basis = along(width)._replace(gram=shape(width, width), anchor=shape(width, rank))
+        in_plane = Along(shape(2, *v.model.shape), shape(2), shape(2, 2))
+        square = shape(width, width)
+        in_basis = Along(
+            shape(width, *v.model.shape), shape(width), square, square, shape(width, rank)
+        )
         pull = shape(0 if self.is_complete else width, *v.model.shape)
-        ritz = RitzValues(number, shape(width, width), shape(width), pull)
+        ritz = RitzValues(number, square, shape(width), pull)
 
         def asking(name: str, silo: Visit[Any, Any, Any], *like: object) -> Exchange[Any, Any, Any]:
             # A point that is too far for a client is a failed step, which the server sees.
@@ -365,7 +357,7 @@ class VerticalSearch:
     ) -> tuple[Reply[TrialReply[Array]], ClientSearch]:
         """Send a client's predictor and log density at the trial point."""
         state = moved(state, down)
-        tried = TrialReply(*(f(state.z + state.step) for f in self._functions(state, data)))
+        tried = TrialReply(*self._density(state, data, state.z + state.step))
         return Reply(tried, all_finite(tried)), state
 
     def turn(
@@ -386,7 +378,7 @@ class VerticalSearch:
         T = root_of(local.curvature)
 
         def rows(basis: Array) -> Array:
-            _, vjp = jax.vjp(self._functions(state, data)[0], state.z)
+            _, vjp = jax.vjp(lambda z: self._density(state, data, z)[0], state.z)
             pulled = jax.vmap(lambda pull: vjp(pull)[0])(down.ritz.pull)
             return (pulled @ T).T - T.T @ local.own_hessian @ T @ basis
 
@@ -400,10 +392,10 @@ class VerticalSearch:
         self, noise: Array, down: BeginMessage[Array], state: ClientSearch, data: SiloData
     ) -> tuple[Reply[tuple[()]], ClientState]:
         """Take a client's first state of a run."""
-        root = root_of(self._local(state, data, down.at_best).curvature)
-        start = self._start(state, root, down.combine, down.tau, noise)
-        centre = self._functions(state, data)[0](state.z)
-        after = self.vertical.client_at(noise, data, state.theta, start, centre)
+        v, root = self.vertical, root_of(self._local(state, data, down.at_best).curvature)
+        party, (centre, _) = v.type_of(data), self._density(state, data, state.z)
+        start = self._start(party, state, root, down.combine, down.tau, noise)
+        after = v.client_state(party, centre, *start)
         return Reply((), all_finite(after)), after
 
     def _next_basis(
@@ -418,49 +410,48 @@ class VerticalSearch:
             new = xp.concatenate([new[:, : width - half], residual[:, :half]], 1)
         return xp.where(ritz.looks == 0, basis, new)
 
-    def _functions(self, state: ClientSearch, data: SiloData) -> tuple[Function, Function]:
-        """Return a client's predictor, and its own log density, as functions of its latents."""
+    def _density(self, state: ClientSearch, data: SiloData, z: Array) -> tuple[Array, Array]:
+        """Return a client's predictor, and its own log density, at its latents ``z``."""
         party = self.vertical.type_of(data)
-
-        def density_at(z: Array) -> tuple[Array, Array]:
-            point, log_pinned = party.at_pinned(z, state.pinned)
-            g, own_log_p = self.vertical.model.predict(party.model, state.theta, point, data)
-            return g, own_log_p + log_pinned
-
-        return lambda z: density_at(z)[0], lambda z: density_at(z)[1]
+        point, log_pinned = party.at_pinned(z, state.pinned)
+        g, own_log_p = self.vertical.model.predict(party.model, state.theta, point, data)
+        return g, own_log_p + log_pinned
 
     def _local(self, state: ClientSearch, data: SiloData, at_best: Slopes[Array]) -> PartyExpansion:
-        predict, own_log_p = self._functions(state, data)
-        return PartyExpansion.at(predict, own_log_p, state.z, at_best.slope, at_best.curvature)
+        density = partial(self._density, state, data)
+        return PartyExpansion.at(density, state.z, at_best.slope, at_best.curvature)
 
     def _along(
         self, state: ClientSearch, data: SiloData, local: PartyExpansion, directions: Array
     ) -> Along[Array]:
         """Return what a client says of some directions (dim, k)."""
-        predict = self._functions(state, data)[0]
-        change = jax.vmap(lambda d: jax.jvp(predict, (state.z,), (d,))[1])(directions.T)
+        predict = partial(self._density, state, data)
+        change = jax.vmap(lambda d: jax.jvp(predict, (state.z,), (d,))[1][0])(directions.T)
         curvature = -directions.T @ local.own_hessian @ directions
         return Along(change, directions.T @ local.own_slope, curvature)
 
     def _start(
-        self, state: ClientSearch, root: Array, combine: Array | None, tau: Array, key: Array
-    ) -> PartyStart:
-        """Return the start of a party's guide."""
-        v, z = self.vertical, jnp.asarray(state.z)
-        if not v.rank:
-            return PartyStart(z, root, None)
-        coupling = v.random_coupling(key, len(z)) if combine is None else state.basis @ combine
-        return PartyStart(z, jnp.sqrt(tau) * root, coupling)
+        self,
+        party: PartyType,
+        state: ClientSearch,
+        root: Array,
+        combine: Array | None,
+        tau: Array,
+        key: Array,
+    ) -> tuple[Array, PartyParams, Gaussian]:
+        """Return a key for the rest of a party's first state, its parameters, and their frame."""
+        v, z, share = self.vertical, jnp.asarray(state.z), None
+        if v.rank:
+            share = v.random_coupling(key, len(z)) if combine is None else state.basis @ combine
+            root = jnp.sqrt(tau) * root
+        key_guide, key_state = jax.random.split(key)
+        return key_state, *party.standard_normal(key_guide, state.theta, z, root, share)
 
-    def _log_p(self, state: ClientSearch, data: SiloData) -> Callable[[Array, Array], Array]:
-        """Return the server's log density, as a function of its latents and the sum."""
+    def _log_p(self, state: ClientSearch, data: SiloData, z: Array, total: Array) -> Array:
+        """Return the server's log density at its latents and a sum."""
         v = self.vertical
-
-        def density_at(z: Array, total: Array) -> Array:
-            point, log_pinned = v.server.at_pinned(z, state.pinned)
-            return sum(v.model.log_server(state.theta, point, total, data), log_pinned)
-
-        return density_at
+        point, log_pinned = v.server.at_pinned(z, state.pinned)
+        return sum(v.model.log_server(state.theta, point, total, data), log_pinned)
 
     def _at(self, state: ServerSearch, total: np.ndarray, data: SiloData) -> ServerPoint:
         return jax.tree.map(np.asarray, self._expand(real(state), real(total), data))
@@ -468,42 +459,61 @@ class VerticalSearch:
     @compiled_method(jit_once)
     def _expand(self, state: ClientSearch, total: Array, data: SiloData) -> Point[Array]:
         """Return the log density at the server's best point and a sum."""
-        log_p, z = self._log_p(state, data), state.z
+        log_p, z = partial(self._log_p, state, data), state.z
         value, slope = jax.value_and_grad(log_p, 1)(z, total)
         curvature = diagonal_curvature(lambda total: log_p(z, total), total)
-        return Point(value, total, slope, curvature, *at_point(lambda z: log_p(z, total), z))
+        by_z, by_zz = jnp.zeros(0), jnp.zeros((0, 0))
+        if z.size:
+            by_z, by_zz = jax.grad(log_p)(z, total), -jax.hessian(log_p)(z, total)
+        return Point(value, total, slope, curvature, by_z, by_zz)
 
     @compiled_method(jit_once)
     def _in_plane(
         self, state: ClientSearch, total: Array, up: Along[Array], data: SiloData
     ) -> tuple[Array, Array]:
-        """Return the best point (2,) of the plane, and its gain."""
-        log_p, plane = self._log_p(state, data), jnp.stack([state.direction, state.last])
+        """Return the best point (2,) of the plane near zero, and its gain over zero.
+
+        It is found by damped Newton steps, from the full Newton direction (1, 0) if that is better.
+        """
+        plane = jnp.stack([state.direction, state.last])
 
         def log_p_at(ab: Array) -> Array:
             own_log_p = ab @ up.slope - 0.5 * ab @ up.curvature @ ab
             total_at = total + jnp.tensordot(ab, up.predictor, 1)
-            return log_p(state.z + ab @ plane, total_at) + own_log_p
+            return self._log_p(state, data, state.z + ab @ plane, total_at) + own_log_p
 
-        return maximise_in_plane(log_p_at)
+        def step(carry: InPlane, _: None) -> tuple[InPlane, None]:
+            ab, value, damping = carry
+            slope, hessian = jax.grad(log_p_at)(ab), jax.hessian(log_p_at)(ab)
+            curvature = Curvature.of(-hessian)
+            size = jnp.maximum(jnp.abs(curvature.values + damping), 1e-4)
+            trial = ab + replace(curvature, values=size).solve(slope)
+            trial_value = log_p_at(trial)
+            better = jnp.isfinite(trial_value) & (trial_value > value) & jnp.isfinite(trial).all()
+            ab, value = jnp.where(better, trial, ab), jnp.where(better, trial_value, value)
+            return (ab, value, jnp.where(better, 0.2 * damping, 5 * damping + 0.01)), None
+
+        first = jnp.array([1.0, 0.0])
+        at_zero, at_first = log_p_at(jnp.zeros(2)), log_p_at(first)
+        usable = jnp.isfinite(at_first) & (at_first > at_zero)
+        value = jnp.where(usable, at_first, at_zero)
+        begun = jnp.where(usable, first, 0.0), value, jnp.array(0.0)
+        (ab, value, _), _ = jax.lax.scan(step, begun, length=PLANE_STEPS)
+        return ab, value - at_zero
 
     @compiled_method(jit_once)
     def _changes(
         self, state: ClientSearch, total: Array, along: Array, data: SiloData
     ) -> tuple[Array, Array]:
         """Return minus the changes of the slopes in latents and in the sum along the basis."""
-        slopes = jax.grad(self._log_p(state, data), (0, 1))
-
-        def change(by_z: Array, by_total: Array) -> tuple[Array, Array]:
-            changed = jax.jvp(slopes, (state.z, total), (by_z, by_total))[1]
-            return jax.tree.map(jnp.negative, changed)
-
-        return jax.vmap(change)(state.directions.T, along)
+        slopes, at = jax.grad(partial(self._log_p, state, data), (0, 1)), (state.z, total)
+        change = jax.vmap(lambda *towards: jax.jvp(slopes, at, towards)[1])
+        return jax.tree.map(jnp.negative, change(state.directions.T, along))
 
     @compiled_method(jit_once)
     def _first_state(
         self, key: Array, state: ClientSearch, root: Array, combine: Array | None, tau: Array
     ) -> ServerState:
         """Return the server's first state of a run."""
-        start = self._start(state, root, combine, tau, key)
-        return self.vertical.server_at(key, state.theta, start)
+        v = self.vertical
+        return v.server_state(*self._start(v.server, state, root, combine, tau, key))

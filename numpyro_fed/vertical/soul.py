@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import jax
@@ -35,29 +36,32 @@ from jax import Array
 from numpyro_fed.basics.errors import positive_int
 from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.data.silo_data import SiloData, signature
+from numpyro_fed.guides.structured import build_guide, resolve_guide
 from numpyro_fed.numerics.gaussian import identity
+from numpyro_fed.posterior.built import Built
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.exchange import Ask, Exchange, Info, Reply, Round, key_as_noise
 from numpyro_fed.rounds.names import DRAW, SHOW, STEP
-from numpyro_fed.rounds.states import Shared
 from numpyro_fed.sfvi.method import default_optimiser
 from numpyro_fed.text.clients import positive_rho
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.vertical import VerticalSplit, init_theta
-from numpyro_fed.vertical.algorithm import Stepped, Up
 from numpyro_fed.vertical.curvature import PartyExpansion, diagonal_curvature, root_of
 from numpyro_fed.vertical.method import VerticalMethod
 from numpyro_fed.vertical.parties import (
+    AtServer,
     ClientParams,
     ClientState,
+    Gradients,
     PartyParams,
     PartyState,
     ServerParams,
     ServerState,
+    Stepped,
+    Up,
     VerticalAlgorithm,
     server_arrays,
 )
-from numpyro_fed.vertical.power import AtServer, Gradients
 from numpyro_fed.vertical.result import SOULResult, VerticalResult
 
 Context = TypeVar("Context")  # arguments of a likelihood besides a client's own predictor
@@ -117,7 +121,8 @@ class SOULAlgorithm(VerticalAlgorithm):
 
         def likelihood(g: Array, context: tuple[Any, Array, Array]) -> Array:
             theta, z, others = context
-            return self.model.log_server(theta, z, g + others, at_server)[1] / self.num_clients
+            of_rows = self.model.log_server(theta, z, g + others, at_server)[1]
+            return of_rows / len(self.model.clients)
 
         context = down.theta, down.z, down.total - self.auxiliary(state)
         after, own_log_p, (theta, z, slope) = self.langevin(noise, state, data, context, likelihood)
@@ -219,13 +224,10 @@ class SOULAlgorithm(VerticalAlgorithm):
         party_model = self.client_models[signature(data)]
         theta, origin = init_theta(party_model, key, data), jnp.zeros(party_model.dim)
 
-        def predict(z: Array) -> Array:
-            return self.model.predict(party_model, theta, z, data)[0]
+        def density(z: Array) -> tuple[Array, Array]:
+            return self.model.predict(party_model, theta, z, data)
 
-        def own_log_p(z: Array) -> Array:
-            return self.model.predict(party_model, theta, z, data)[1]
-
-        centre, root = predict(origin), jnp.zeros((0, 0))
+        centre, root = density(origin)[0], jnp.zeros((0, 0))
         if party_model.dim:
             # Given its auxiliary variables, a client's posterior has the curvature of N(g, rho^2),
             # and that of its own likelihood under the power model.
@@ -235,16 +237,12 @@ class SOULAlgorithm(VerticalAlgorithm):
                 given = self.model.with_total(at_server, centre)
                 at_theta = init_theta(server, jax.random.key(0), given)
 
-                def log_p(predictor: Array) -> Array:
-                    z = jnp.zeros(server.dim)
-                    terms = self.model.log_server(at_theta, z, predictor, at_server)
-                    return terms[1] / self.num_clients
-
-                curvature = self.rho**-2 + diagonal_curvature(log_p, centre)
+                at_zero = partial(self.model.log_server, at_theta, jnp.zeros(server.dim))
+                curvature += diagonal_curvature(
+                    lambda g: at_zero(g, at_server)[1] / len(self.model.clients), centre
+                )
             slope = jnp.zeros_like(centre)
-            root = root_of(
-                PartyExpansion.at(predict, own_log_p, origin, slope, curvature).curvature
-            )
+            root = root_of(PartyExpansion.at(density, origin, slope, curvature).curvature)
         params = ClientParams(jnp.zeros_like(centre), PartyParams(None, {}, theta))
         kept, number = jnp.zeros((self.num_kept, party_model.dim)), jnp.zeros((), jnp.int32)
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -259,15 +257,8 @@ class SOULAlgorithm(VerticalAlgorithm):
             chain=Chain(origin, root, kept, number, zeros),
         )
 
-    def shared(self, state: ServerState) -> Shared:
-        own = state.params.own
-        return Shared(own.theta, own.guide, state.frame)
-
     def private(self, state: ClientState, data: SiloData) -> PartyState:
         return PartyState(state.params.own.theta, {"draws": state.chain.kept}, identity(()))
-
-    def in_z(self, party: Shared | PartyState, data: SiloData | None) -> dict[str, Any]:
-        return party.guide
 
     def server_draws(self, key: Array, state: ServerState, n: int) -> tuple[None, Array]:
         z = state.params.own.guide["z"]
@@ -276,24 +267,17 @@ class SOULAlgorithm(VerticalAlgorithm):
     def client_draws(
         self, key: Array, sent: object, state: ClientState, data: SiloData, n: int
     ) -> tuple[FederatedModel, dict[str, Any], Array]:
-        """Return ``n`` of a client's kept draws, those of the last half of all rounds."""
-        chosen = kept_draws(jax.random.uniform(key, (n,)), state.chain.number, self.num_kept)
-        z = state.chain.kept[chosen]
+        """Return ``n`` of a client's kept draws: of the last half of all rounds, after burn-in."""
+        number = state.chain.number
+        num_kept_now = jnp.clip(number - number // 2, 1, self.num_kept)
+        ages = (jax.random.uniform(key, (n,)) * num_kept_now).astype(jnp.int32)
+        latest = jnp.maximum(number, 1) - 1
+        z = state.chain.kept[(latest - jnp.minimum(ages, num_kept_now - 1)) % self.num_kept]
         return self.client_models[signature(data)], state.params.own.theta, z
 
 
-def kept_draws(noise: Array, number: Array | int, num_kept: int) -> Array:
-    """Return indices (n,) of kept draws, from uniform noise (n,).
-
-    They are draws of the last half of ``number`` rounds; the first half is burn-in.
-    """
-    num_kept_now = jnp.clip(number - number // 2, 1, num_kept)
-    age = jnp.minimum((noise * num_kept_now).astype(jnp.int32), num_kept_now - 1)
-    return (jnp.maximum(number, 1) - 1 - age) % num_kept
-
-
 @dataclass(frozen=True)
-class SOUL(VerticalMethod[SOULResult, SOULAlgorithm]):
+class SOUL(VerticalMethod[SOULResult]):
     r"""Langevin draws of clients' latents, with auxiliary variables at their mode (SOUL).
 
     .. math::
@@ -374,13 +358,9 @@ class SOUL(VerticalMethod[SOULResult, SOULAlgorithm]):
             )
         super().__post_init__()
 
-    @property
-    def hides_by_noise(self) -> bool:
-        return True
-
-    def algorithm_for(self, parts: VerticalSplit) -> SOULAlgorithm:
-        pairs = zip(parts.model.clients, parts.clients, strict=True)
-        return SOULAlgorithm(
+    def assemble(self, parts: VerticalSplit) -> Built:
+        pairs, server = zip(parts.model.clients, parts.clients, strict=True), parts.model.server
+        v = SOULAlgorithm(
             model=parts.model,
             client_models={signature(data): party_model for party_model, data in pairs},
             rho=self.rho,
@@ -390,7 +370,6 @@ class SOUL(VerticalMethod[SOULResult, SOULAlgorithm]):
             num_kept=self.num_kept,
             power=self.likelihood == "power",
         )
-
-    def settings_of(self, v: SOULAlgorithm) -> dict[str, Any]:
+        guide = build_guide(None, resolve_guide(None, server, {}, {}), server)  # not used
         names = "rho", "likelihood", "num_steps", "step_size", "num_kept"
-        return {name: getattr(self, name) for name in names}
+        return self.built(parts, v, guide, {name: getattr(self, name) for name in names})

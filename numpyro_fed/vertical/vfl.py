@@ -23,15 +23,18 @@ from numpyro_fed.search.mode_search import SEARCHED_UP_TO
 from numpyro_fed.sfvi.method import default_optimiser
 from numpyro_fed.text.clients import positive_rho
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.vertical import VerticalSplit, check_batches, hyperparameter_mask
-from numpyro_fed.vertical.algorithm import VFLAlgorithm
-from numpyro_fed.vertical.auxiliary_guide import auxiliary_guide
+from numpyro_fed.text.vertical import (
+    VerticalModel,
+    VerticalSplit,
+    check_batches,
+    hyperparameter_mask,
+)
+from numpyro_fed.vertical.algorithm import PowerVFL, VFLAlgorithm
 from numpyro_fed.vertical.correction import WeighParties
+from numpyro_fed.vertical.guides import AuxiliaryGuide
 from numpyro_fed.vertical.method import VerticalMethod
 from numpyro_fed.vertical.parties import PartyType
-from numpyro_fed.vertical.power import PowerVFL
 from numpyro_fed.vertical.result import VerticalResult
-from numpyro_fed.vertical.search import VerticalSearch
 
 # Rows up to which each auxiliary variable has a normal of its own by default. Above, an amortised
 # guide has fewer parameters, but its messages tell more of the columns (docs/results/vertical.md).
@@ -41,11 +44,12 @@ MAX_JACOBIAN = 2**26
 # Rank of the noise that parties share by default, at most. Each direction is one more column in all
 # parties' messages and guides; with fewer the parties' dependence is cut off.
 MAX_RANK = 32
+HIDDEN = 16  # units of an amortised guide: its network reads one or two numbers of a row
 SPARE = 5  # columns of a basis beyond all directions: square random ones may be nearly singular
 
 
 @dataclass(frozen=True)
-class VFL(VerticalMethod[VerticalResult, VFLAlgorithm]):
+class VFL(VerticalMethod[VerticalResult]):
     r"""Structured federated variational inference for vertical models.
 
     Each client holds some columns of every row and the parameters that belong to them; the server
@@ -103,7 +107,7 @@ class VFL(VerticalMethod[VerticalResult, VFLAlgorithm]):
         search sends predictors without noise.
     rank : int or "auto"
         The rank of the noise that all parties share, which makes their posteriors dependent:
-        ``numpyro_fed.vertical.coupling``. With 0 parties are independent under the guide. A run
+        ``numpyro_fed.vertical.guides``. With 0 parties are independent under the guide. A run
         from the mode begins with the ``rank`` directions of all latents in which parties compensate
         for each other most. ``"auto"`` is up to 32 for the exact split from the mode, and 0
         elsewhere: under a mean-field guide of auxiliary variables parties are independent given
@@ -135,7 +139,6 @@ class VFL(VerticalMethod[VerticalResult, VFLAlgorithm]):
     (True, (1000, 2))
     """
 
-    rho: float | None = field(default=None, kw_only=True)
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
     server_guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
@@ -182,11 +185,7 @@ class VFL(VerticalMethod[VerticalResult, VFLAlgorithm]):
             )
         super().__post_init__()
 
-    @property
-    def hides_by_noise(self) -> bool:
-        return self.rho is not None
-
-    def algorithm_for(self, parts: VerticalSplit) -> VFLAlgorithm:
+    def assemble(self, parts: VerticalSplit) -> Built:
         model = parts.model
         if self.batch_size is not None:
             check_batches(parts, self.batch_size)
@@ -197,13 +196,11 @@ class VFL(VerticalMethod[VerticalResult, VFLAlgorithm]):
 
         pairs = zip(model.clients, parts.clients, strict=True)
         start, at_zero = self._start(parts), jnp.zeros(model.shape, model.dtype)
-        auxiliary = None
-        if self.rho is not None:
-            # Numbers of the response for each row, which clients that know it give to their guides.
-            of_response = [int(parts.server.arrays[n].size / model.rows) for n in model.response]
-            num_responses = sum(of_response) if self.share_response else 0
-            spec = self._auxiliary(model.rows)
-            auxiliary = auxiliary_guide(spec, model.shape, self.rho, num_responses)
+        # Numbers of the response for each row, which clients that know it give to their guides.
+        of_response = [int(parts.server.arrays[n].size / model.rows) for n in model.response]
+        auxiliary, asked_for = self._auxiliary(
+            model, sum(of_response) if self.share_response else 0
+        )
         algorithm_class = PowerVFL if self.likelihood == "power" else VFLAlgorithm
         v = algorithm_class(
             model=model,
@@ -222,26 +219,21 @@ class VFL(VerticalMethod[VerticalResult, VFLAlgorithm]):
             from_start=start is not None,
             local_steps=self.local_steps,
         )
-        rank = self._rank(v, start)
-        if start != "mode":
-            return replace(v, rank=rank)
-        # A basis for all directions or of twice the rank.
-        max_width = max(MAX_JACOBIAN // math.prod(model.shape), 1)
-        width = min(v.dim + SPARE, 2 * max(rank, MAX_RANK), max_width)
-        return replace(v, rank=min(rank, width), basis_width=width)
-
-    def settings_of(self, v: VFLAlgorithm) -> dict[str, Any]:
+        v = replace(v, rank=self._rank(v, start))
+        if start == "mode":
+            # A basis for all directions or of twice the rank.
+            max_width = max(MAX_JACOBIAN // math.prod(model.shape), 1)
+            width = min(v.dim + SPARE, 2 * max(v.rank, MAX_RANK), max_width)
+            v = replace(v, rank=min(v.rank, width), basis_width=width)
         names = "rho", "likelihood", "num_particles", "batch_size", "local_steps"
-        return {
+        settings = {
             **{name: getattr(self, name) for name in names},
-            "auxiliary": None if self.rho is None else repr(self._auxiliary(v.model.rows)),
+            "auxiliary": asked_for,
             "from_start": v.from_start,
             "rank": v.rank,
             "guides": json.loads(json.dumps([party.guide_config for party in v.all_types])),
         }
-
-    def search_for(self, v: VFLAlgorithm, server_like: SiloData) -> VerticalSearch | None:
-        return VerticalSearch(v, server_like) if v.from_start else None
+        return self.built(parts, v, v.server.guide_at(None), settings)
 
     def round_of(
         self, built: Built, asked: ExchangeId
@@ -293,8 +285,29 @@ class VFL(VerticalMethod[VerticalResult, VFLAlgorithm]):
             )
         return start
 
-    def _auxiliary(self, rows: int) -> str | Amortised:
-        if self.auxiliary != "auto":
-            return self.auxiliary
-        many_rows = self.batch_size is not None or rows > MEAN_FIELD_UP_TO
-        return "amortised" if many_rows and self.local_steps == 1 else "mean_field"
+    def _auxiliary(
+        self, model: VerticalModel, num_responses: int
+    ) -> tuple[AuxiliaryGuide | None, str | None]:
+        """Return the guide of auxiliary variables, and how settings name it; None without them."""
+        if self.rho is None:
+            return None, None
+        spec = self.auxiliary
+        if spec == "auto":
+            many_rows = self.batch_size is not None or model.rows > MEAN_FIELD_UP_TO
+            spec = "amortised" if many_rows and self.local_steps == 1 else "mean_field"
+        name = repr(spec)
+        if spec == "mean_field":
+            return AuxiliaryGuide(model.shape, self.rho), name
+        if spec == "amortised":
+            spec = Amortised()
+        if not isinstance(spec, Amortised):
+            raise GuideError(
+                f"auxiliary={spec!r}: expected 'auto', 'mean_field', 'amortised' or "
+                "numpyro_fed.guides.Amortised(...)."
+            )
+        if spec.encoder is not None:
+            raise GuideError(
+                "guides.Amortised(encoder=...) is for latents of rows: auxiliary variables have a "
+                "network of their own, of which hidden= says the size."
+            )
+        return AuxiliaryGuide(model.shape, self.rho, spec.hidden or HIDDEN, num_responses), name
