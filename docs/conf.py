@@ -1,6 +1,7 @@
 """Settings of the documentation: ``python -m sphinx -W -b html docs docs/_build/html``."""
 
 import os
+import re
 import sys
 from importlib.metadata import version as installed
 from pathlib import Path
@@ -66,5 +67,20 @@ html_theme = "furo"
 html_title = f"numpyro_fed {release}"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
+html_extra_path = ["_build/notebooks"]  # beside the pages from which they are made
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+
+
+def setup(app):
+    """Write the first fit as a Jupyter notebook, before Sphinx copies it beside its page."""
+    import nbformat
+    from myst_nb.core.read import read_myst_markdown_notebook
+    from myst_parser.config.main import MdParserConfig
+
+    text = (HERE / "first_fit.md").read_text()
+    text = re.sub(r"\[\]\((\w+)\.md(#[\w-]+)?\)", r"[the page `\1`](\1.html\2)", text)
+    folder = BUILD / "notebooks"
+    folder.mkdir(parents=True, exist_ok=True)
+    notebook = read_myst_markdown_notebook(text, MdParserConfig(), add_source_map=False)
+    nbformat.write(notebook, folder / "first_fit.ipynb")

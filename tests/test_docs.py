@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -77,3 +79,13 @@ def test_the_readme_is_short():
 def test_the_glossary_is_short():
     body = PAGES["docs/glossary.md"].split("```{glossary}\n")[1].split("```")[0]
     assert len(re.findall(r"^\S", body, re.MULTILINE)) <= 40
+
+
+def test_locked_versions_are_within_the_bounds():
+    """And each package that the project names is locked."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    locked = dict(re.findall(r"^([\w-]+)==([^ ;\\]+)", (ROOT / "locked.txt").read_text(), re.M))
+    extras = project["optional-dependencies"]
+    for line in [*project["dependencies"], *extras["frames"], *extras["privacy"]]:
+        needed = Requirement(line)
+        assert needed.specifier.contains(locked[needed.name]), needed

@@ -459,7 +459,7 @@ def test_a_search_does_not_end_at_a_short_step_behind_a_long_one():
         assert result.settled, result.doubt
 
 
-@pytest.mark.parametrize("sizes", [(800, 1_200), (200, 300)])
+@pytest.mark.parametrize("sizes", [pytest.param((800, 1_200), marks=pytest.mark.slow), (200, 300)])
 def test_of_few_rows_the_posterior_is_wide_and_not_elsewhere(sizes):
     """None of 200 such fits was six sds off. Before, one in twenty was, and many of 500 rows."""
     r = np.random.default_rng(0)

@@ -17,21 +17,21 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
-
 import numpy as np
 from scipy.special import ndtri
-
 from numpyro_fed.basics import display
-from numpyro_fed.basics.errors import FederatedWarning, optional
+from numpyro_fed.basics.errors import FederatedWarning
+from numpyro_fed.basics.errors import optional
+
+
 
 UNITS = "row", "silo"
 NEIGHBOURS = "add", "replace"
 TRUSTED = "silo", "sum"
 # Above it the bound says nothing: e^50 is more than all probabilities can differ.
 MEANINGLESS = 50.0
-# Noise multipliers are rounded up by this factor: the accountant's numbers are discrete.
+# Noise multipliers are rounded up by this factor: they are found by a search, in floating point.
 MARGIN = 1 + 1e-6
 # Sums with noise are rounded to multiples of the noise's sd times this. The last digits of a
 # floating-point number tell which numbers were added to it (Mironov 2012); a grid hides them.
@@ -119,7 +119,8 @@ class Privacy:
 
     def multiplier(self) -> float:
         """Return the noise multiplier of one release that spends the whole budget."""
-        return _calibrated(self.epsilon, self.delta)
+        accounting = optional("dp_accounting", "privacy")
+        return float(accounting.get_sigma_gaussian(self.epsilon, self.delta))
 
     def multipliers(self, shares: Sequence[float]) -> tuple[float, ...]:
         r"""Return the noise multipliers of releases that spend these shares of the budget.
@@ -176,24 +177,15 @@ class Spent(NamedTuple):
         return display.html_words(str(self))
 
 
-@cache
-def epsilon_of(multipliers: tuple[float, ...], delta: float) -> float:
-    """Return the epsilon of Gaussian releases with these noise multipliers, at ``delta``."""
-    accounting = optional("dp_accounting", "privacy")
-    account = optional("dp_accounting.pld", "privacy").PLDAccountant()
-    # Gaussian releases compose to a Gaussian one. The accountant rounds each up to a grid, which
-    # adds up over thousands of them, so that those of one multiplier are put together first.
-    for multiplier in sorted(set(multipliers)):
-        together = multiplier / math.sqrt(multipliers.count(multiplier))
-        account.compose(accounting.GaussianDpEvent(together))
-    return float(account.get_epsilon(delta))
+def epsilon_of(multipliers: Sequence[float], delta: float) -> float:
+    """Return the epsilon of Gaussian releases with these noise multipliers, at ``delta``.
 
-
-@cache
-def _calibrated(epsilon: float, delta: float) -> float:
+    Together they are one release of one multiplier, whose bound has a closed form (Balle and Wang
+    2018).
+    """
     accounting = optional("dp_accounting", "privacy")
-    kinds = optional("dp_accounting.pld", "privacy").PLDAccountant, accounting.GaussianDpEvent
-    return float(accounting.calibrate_dp_mechanism(*kinds, epsilon, delta))
+    together = sum(s**-2 for s in multipliers) ** -0.5
+    return float(accounting.get_epsilon_gaussian(together, delta))
 
 
 def normals(shape: tuple[int, ...]) -> np.ndarray:
