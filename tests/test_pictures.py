@@ -243,3 +243,61 @@ def test_curves_of_equal_draws_and_of_heavy_tails():
     x, density = curve(heavy)
     assert np.isfinite(density).all()
     assert abs(x[np.argmax(density)]) < 1
+
+
+# --- outcomes of yes or no -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def yes_or_no():
+    """Two silos of which the model misses a treatment that halves the share of yes."""
+
+    def model(y):
+        logit = numpyro.sample("logit", dist.Normal(0, 3))
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Bernoulli(logits=logit), obs=y)
+
+    r = np.random.default_rng(0)
+    treated = [np.arange(200) % 2] * 2
+    y = [r.binomial(1, 0.6 - 0.4 * t).astype(float) for t in treated]
+    y[0][:3] = np.nan
+    return nf.fit(KEY, model, [dict(y=v) for v in y], **QUIET), y, treated
+
+
+def test_outcomes_of_yes_or_no_are_shares_by_silo(yes_or_no):
+    fitted, y, _ = yes_or_no
+    figure = fitted.plot_check(n=400, names=["North", "Bern"])
+    (ax,) = figure.axes
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["North", "Bern"]
+    assert words(figure) == ["observed", "predicted, 50 %", "predicted, 90 %"]
+    np.testing.assert_allclose(ax.lines[0].get_xdata(), [np.nanmean(v) for v in y])
+    # A share of m rows, around one known from all 397.
+    wide = np.array([segment[:, 0] for segment in ax.collections[0].get_segments()])
+    p = np.nanmean(np.concatenate(y))
+    sd = np.sqrt(p * (1 - p) * (1 / np.array([197, 200]) + 1 / 397))
+    np.testing.assert_allclose(wide.mean(1), p, atol=0.02)
+    np.testing.assert_allclose(wide[:, 1] - wide[:, 0], 2 * 1.645 * sd, rtol=0.25)
+
+
+def test_groups_that_a_model_misses_are_outside_of_what_it_predicts(yes_or_no):
+    fitted, y, treated = yes_or_no
+    (ax,) = fitted.plot_check(n=200, by=treated).axes
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["0", "1"]
+    outcome, group = np.concatenate(y), np.concatenate(treated)
+    shares = [np.nanmean(outcome[group == g]) for g in (0, 1)]
+    np.testing.assert_allclose(ax.lines[0].get_xdata(), shares)
+    low, high = np.array([s[:, 0] for s in ax.collections[0].get_segments()]).T
+    assert shares[0] > high[0]
+    assert shares[1] < low[1]
+    with pytest.raises(ValueError, match="by has 1 entries, and 2 silos"):
+        fitted.plot_check(by=treated[:1])
+    with pytest.raises(ValueError, match=r"entry 1 of by has the shape \(3,\)"):
+        fitted.plot_check(by=[treated[0], treated[1][:3]])
+
+
+def test_draws_that_repeat_make_no_bumps():
+    """As many times each as their weights ask for: a few distinct draws have wide kernels."""
+    r = np.random.default_rng(0)
+    few = np.repeat(r.normal(size=100), r.multinomial(20_000, np.full(100, 0.01)))
+    _, density = curve(few)
+    assert (np.diff(np.sign(np.diff(density))) < 0).sum() <= 2

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from numpy.typing import ArrayLike
 
 from numpyro_fed.after.own_rows import (
     ALL,
@@ -36,7 +37,7 @@ from numpyro_fed.after.predict import (
 )
 from numpyro_fed.after.sensitivity import PriorSensitivity
 from numpyro_fed.basics import display
-from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, positive_int
+from numpyro_fed.basics.errors import ConvergenceWarning, DataError, ModelError, positive_int
 from numpyro_fed.basics.precision import in_precision_of_object
 from numpyro_fed.basics.trees import elements
 from numpyro_fed.rounds.progress import shows
@@ -517,21 +518,31 @@ class Questions(ABC):
     @shows("predict")
     @in_precision_of_object
     def plot_check(
-        self, silo: int | str = OWN_ROWS, *, n: int = 50, names: Sequence[str] | None = None
+        self,
+        silo: int | str = OWN_ROWS,
+        *,
+        n: int = 50,
+        names: Sequence[str] | None = None,
+        by: Sequence[ArrayLike] | None = None,
     ) -> Any:
-        """Return a figure of a posterior predictive check, a panel for each silo.
+        """Return a figure of a posterior predictive check, by silo or by group.
 
         The distribution function of the outcomes is drawn over those of ``n`` data sets that the
-        fit predicts for the same rows. A model that fits has the outcomes among them.
+        fit predicts for the same rows, in a panel for each silo. Outcomes of yes or no have one
+        panel: the observed share of yes over intervals of the predicted ones. A model that fits has
+        the outcomes among what it predicts.
 
         Parameters
         ----------
         silo : int or "own rows"
-            One silo, or each of them, up to 24.
+            One silo, or each of them, up to 24, or 80 for outcomes of yes or no.
         n : int
             The number of predictive data sets.
         names : list of str, optional
             A name for each silo of the fit, in their order; by default their numbers.
+        by : list of array, optional
+            For each silo that is drawn, the group of each of its rows, or of each outcome: such as
+            treated or not. Then groups over all these silos take the place of silos.
 
         Returns
         -------
@@ -540,7 +551,8 @@ class Questions(ABC):
         Raises
         ------
         DataError
-            For silos in other processes, whose rows are theirs.
+            For silos in other processes, whose rows are theirs, and for groups that are not one for
+            each row.
         """
         self._warn_of_doubt()
         run = self.run_behind
@@ -550,10 +562,15 @@ class Questions(ABC):
             check_name(silo, OWN_ROWS)
         else:
             chosen = [silo_number(silo)]
-        silos = chosen[: display.MOST_PANELS]
-        predicted = self._at_own_rows(jax.random.key(0), silos, n)
-        seen = outcomes_of_silos(run, silos)
-        return display.checks(seen, predicted, [labels[j] for j in chosen])
+        seen = outcomes_of_silos(run, chosen)
+        shares = display.yes_or_no(y for outcomes in seen for y in outcomes.values())
+        if by is None:
+            del chosen[display.MOST_LINES if shares else display.MOST_PANELS :]
+        predicted = self._at_own_rows(jax.random.key(0), chosen, n)
+        if by is None:
+            shown = chosen if isinstance(silo, int) else range(len(labels))
+            return display.checks(seen, predicted, [labels[j] for j in shown])
+        return display.checks(*display.by_group(seen, predicted, groups_of_rows(by, seen)))
 
     def _weighted_draws(self, what: str) -> Any:
         """Return the correction of the fit; raise an error that says ``what`` needs one."""
@@ -562,3 +579,23 @@ class Questions(ABC):
             raise ModelError(f"{what}: {correction}.")
         self._warn_of_doubt()
         return correction
+
+
+def groups_of_rows(
+    by: Sequence[ArrayLike], outcomes: Sequence[Mapping[str, np.ndarray]]
+) -> list[np.ndarray]:
+    """Return the group of each row of each silo, or of each outcome; an error if some lack one."""
+    groups = [np.asarray(group) for group in by]
+    if len(groups) != len(outcomes):
+        raise DataError(
+            f"by has {len(groups)} entries, and {len(outcomes)} silos are drawn: give an array for "
+            "each of them, in their order."
+        )
+    for j, (group, of_silo) in enumerate(zip(groups, outcomes, strict=True)):
+        for name, values in of_silo.items():
+            if not group.shape or values.shape[: group.ndim] != group.shape:
+                raise DataError(
+                    f"entry {j} of by has the shape {group.shape}, and the outcomes '{name}' of "
+                    f"its silo {values.shape}: give a group for each row, or for each outcome."
+                )
+    return groups

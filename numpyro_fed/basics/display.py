@@ -142,8 +142,10 @@ def curve(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return np.array([low - 0.5, low, low + 0.5]), np.array([0.0, 1.0, 0.0])
     margin = 0.15 * (high - low)
     x = np.linspace(max(low - margin, draws.min()), min(high + margin, draws.max()), GRID)
-    inside = draws[(draws >= low - margin) & (draws <= high + margin)]
-    return x, gaussian_kde(inside)(x)
+    # Draws of a weighted posterior repeat. The kernels are as wide as the distinct ones ask for.
+    inside = (draws >= low - margin) & (draws <= high + margin)
+    at, times = np.unique(draws[inside], return_counts=True)
+    return x, gaussian_kde(at, weights=times)(x)
 
 
 def caterpillar(site: str, draws: np.ndarray, prior: np.ndarray, labels: Sequence[str]) -> Figure:
@@ -190,6 +192,39 @@ def caterpillar(site: str, draws: np.ndarray, prior: np.ndarray, labels: Sequenc
     return figure
 
 
+def yes_or_no(outcomes: Iterable[np.ndarray]) -> bool:
+    """Return whether all outcomes that are there are 0 or 1."""
+    return all(np.isin(y[~np.isnan(y)], (0, 1)).all() for y in outcomes)
+
+
+def by_group(
+    observed: Sequence[Mapping[str, np.ndarray]],
+    predicted: Sequence[Mapping[str, ArrayLike]],
+    groups: Sequence[np.ndarray],
+) -> tuple[list[dict[str, np.ndarray]], list[dict[str, np.ndarray]], list[str]]:
+    """Return outcomes and their predictions by group in the place of silo, and groups' names.
+
+    ``groups`` has an array for each silo: the group of each row, or of each outcome.
+    """
+    seen: dict[object, dict[str, list[np.ndarray]]] = {}
+    drawn: dict[object, dict[str, list[np.ndarray]]] = {}
+    for outcomes, data_sets, group in zip(observed, predicted, groups, strict=True):
+        for name, values in outcomes.items():
+            of_rows = group.reshape(group.shape + (1,) * (values.ndim - group.ndim))
+            of_each = np.broadcast_to(of_rows, values.shape)
+            for g in np.unique(of_each):
+                chosen = of_each == g
+                seen.setdefault(g, {}).setdefault(name, []).append(values[chosen])
+                there = np.asarray(data_sets[name])[:, chosen]
+                drawn.setdefault(g, {}).setdefault(name, []).append(there)
+    names = sorted(seen, key=lambda g: (isinstance(g, str), g))
+    return (
+        [{k: np.concatenate(v) for k, v in seen[g].items()} for g in names],
+        [{k: np.concatenate(v, 1) for k, v in drawn[g].items()} for g in names],
+        [str(g) for g in names],
+    )
+
+
 def checks(
     observed: Sequence[Mapping[str, np.ndarray]],
     predicted: Sequence[Mapping[str, ArrayLike]],
@@ -197,7 +232,8 @@ def checks(
 ) -> Figure:
     """Return distribution functions of outcomes, over those of predictive data sets, by silo.
 
-    ``labels`` may have more silos than the others, which are then drawn alone.
+    Outcomes of yes or no have one panel, with the share of yes at each silo. ``labels`` may have
+    more silos than the others, which are then drawn alone.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
@@ -205,18 +241,19 @@ def checks(
     pairs: list[tuple[str, str, np.ndarray, np.ndarray]] = []
     for label, outcomes, data_sets in zip(labels, observed, predicted, strict=False):
         for name in outcomes:
-            seen, drawn = np.ravel(outcomes[name]), np.asarray(data_sets[name])
-            there = ~np.isnan(seen) if seen.dtype.kind == "f" else np.ones(len(seen), bool)
-            if not there.all():
-                seen, drawn = seen[there], drawn.reshape(len(drawn), -1)[:, there]
-            pairs.append((label, name, seen, drawn))
-    sites = {name for _, name, _, _ in pairs}
+            seen, drawn = np.ravel(outcomes[name]).astype(float), np.asarray(data_sets[name])
+            there = ~np.isnan(seen)
+            pairs.append((label, name, seen[there], drawn.reshape(len(drawn), -1)[:, there]))
+    sites = dict.fromkeys(name for _, name, _, _ in pairs)
+    shares = [s for s in sites if yes_or_no(seen for _, name, seen, _ in pairs if name == s)]
+    if shares:
+        return _shares([p for p in pairs if p[1] in shares], shares, len(labels))
     number = max(len(pairs), len(labels) * len(sites))
     pairs = pairs[:MOST_PANELS]
     figure, axes = panels(len(pairs))
     for ax, (label, name, seen, drawn) in zip(axes, pairs, strict=True):
         for data in drawn[:NUM_PREDICTED]:
-            ax.ecdf(np.ravel(data), color=POSTERIOR, alpha=0.15, lw=1)
+            ax.ecdf(data, color=POSTERIOR, alpha=0.15, lw=1)
         ax.ecdf(seen, color=OBSERVED, lw=1.5)
         ax.set_title(fill(label, 28), fontsize="medium")
         ax.set(ylim=(0, 1.02), yticks=[0, 0.5, 1])
@@ -230,6 +267,27 @@ def checks(
         Line2D([], [], color=POSTERIOR, label="predicted, a line for each data set"),
     ]
     legend(figure, handles, len(pairs), number)
+    return figure
+
+
+def _shares(
+    pairs: Sequence[tuple[str, str, np.ndarray, np.ndarray]], sites: Sequence[str], number: int
+) -> Figure:
+    """Return observed shares of yes over intervals of predicted ones: a panel for each site."""
+    lines = max(sum(name == site for _, name, _, _ in pairs) for site in sites)
+    figure, axes = panels(len(sites), (4.5, LINE * lines + 1.2))
+    for ax, site in zip(axes, sites, strict=True):
+        of_site = [(label, seen, drawn) for label, name, seen, drawn in pairs if name == site]
+        predicted = np.stack([drawn.mean(1) for _, _, drawn in of_site], 1)
+        low, quarter, upper, high = np.quantile(predicted, [0.05, 0.25, 0.75, 0.95], axis=0)
+        at = np.arange(len(of_site))
+        wide = ax.hlines(at, low, high, color=POSTERIOR, lw=1, label="predicted, 90 %")
+        thick = ax.hlines(at, quarter, upper, color=POSTERIOR, lw=4, label="predicted, 50 %")
+        observed = [seen.mean() if len(seen) else np.nan for _, seen, _ in of_site]
+        (dots,) = ax.plot(observed, at, "o", color=OBSERVED, ms=5, label="observed")
+        ax.set_yticks(at, [label for label, _, _ in of_site])
+        ax.set(xlabel=f"share of {site} = 1", ylim=(len(of_site) - 0.4, -0.6))
+    legend(figure, [dots, thick, wide], lines, number)
     return figure
 
 

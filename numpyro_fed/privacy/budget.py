@@ -18,13 +18,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
 import numpy as np
 from scipy.special import ndtri
+
 from numpyro_fed.basics import display
-from numpyro_fed.basics.errors import FederatedWarning
-from numpyro_fed.basics.errors import optional
-
-
+from numpyro_fed.basics.errors import FederatedWarning, optional
 
 UNITS = "row", "silo"
 NEIGHBOURS = "add", "replace"
