@@ -154,13 +154,13 @@ class Prior:
         few = flat_size(self.model) <= FEW_COORDINATES
 
         def program(of_effects: Numbers, places: Numbers) -> Expansion[Array]:
-            def at(one: tuple[Numbers, Numbers]) -> Expansion[Array]:
-                return derivatives(partial(log_prior, jnp.asarray(one[0])), jnp.asarray(one[1]))[0]
-
-            if few and not len(self.effects):  # those of many silos side by side
-                size = min(len(places), SIDE_BY_SIDE)
-                return jax.lax.map(at, (of_effects, places), batch_size=size)
-            return jax.lax.map(at, (of_effects, places))
+            # Those of many silos side by side.
+            side_by_side = few and not len(self.effects)
+            return jax.lax.map(
+                lambda at: derivatives(partial(log_prior, at[0]), at[1])[0],
+                (jnp.asarray(of_effects), jnp.asarray(places)),
+                batch_size=min(len(places), SIDE_BY_SIDE) if side_by_side else None,
+            )
 
         return jit_once(program) if few else jax.jit(program)
 

@@ -1,7 +1,7 @@
 """A search for the mode, from its first exchange to its end, and whether a run may begin there.
 
 The search is that of :mod:`.newton`, or of :mod:`.lbfgs` for many globals. Its end is judged here
-(:func:`curvature_usable`), and by one exchange more in :mod:`.curvature_check`.
+(:func:`curvature_usable`), and by one exchange more in :mod:`.mode`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ def run_search(
     progress = progress_of(progress_bar)
     with progress.under_way(True, max_exchanges):
         ascents = search.first_ascents(key, generator(key))
-        search.begin_at_own_modes(ask, ascents)
-        if places is not None and isinstance(search, NewtonSearch):
-            search.begin_near(ascents, places)
+        if isinstance(search, NewtonSearch):
+            search.begin_at_own_modes(ask, ascents, places)
         return search.run(ask, ascents, max_exchanges, partial(progress.step, 1)), ask
 
 

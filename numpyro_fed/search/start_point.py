@@ -60,11 +60,6 @@ class StartPoint(NamedTuple):
     centre: Array
     root: Array
 
-    @property
-    def wide(self) -> bool:
-        """Return whether the globals are too many for a covariance matrix."""
-        return self.root.ndim == 1
-
     def frame(self, guide: GlobalGuide[Any]) -> Frame:
         """Return the frame in which a guide of the globals works from this point."""
         theta = jax.tree.map(Gaussian.of_root, self.theta, self.unit)
@@ -162,9 +157,10 @@ def local_guides_at_mode(
     }
     outer_templates = {p: templates[p] for p in guide.outer_plates}
     row_templates = {p: templates[p] for p in guide.row_plates}
+    wide = point.root.ndim == 1
     guides = {
-        **_with_couplings(outer_guides, origin, outer_templates, point.wide),
-        **_with_couplings(row_guides, zeros, row_templates, point.wide),
+        **_with_couplings(outer_guides, origin, outer_templates, wide),
+        **_with_couplings(row_guides, zeros, row_templates, wide),
     }
     for p, template in templates.items():
         # At zero and without couplings for rows whose mode was not found.
@@ -211,12 +207,13 @@ def _with_couplings(
     found, along = jax.linearize(f, point)
     guides = {p: {**templates[p], **eta} for p, eta in found.items()}
 
-    def column(e: Array) -> dict[str, tuple[Array, Array]]:
-        return {p: (change["loc"], change["log_scale"]) for p, change in along(e).items()}
-
     # Forward mode, sixteen directions at a time: the outputs (all rows) are more than the inputs,
     # and all directions at once would hold as many copies of a silo's derivatives in memory.
-    columns = jax.lax.map(column, jnp.eye(len(point)), batch_size=min(16, len(point)))
+    columns = jax.lax.map(
+        lambda e: {p: (change["loc"], change["log_scale"]) for p, change in along(e).items()},
+        jnp.eye(len(point)),
+        batch_size=min(16, len(point)),
+    )
     for p, parts in columns.items():
         for name, part in zip(("mean_coupling", "scale_coupling"), parts, strict=True):
             if name in templates[p]:
