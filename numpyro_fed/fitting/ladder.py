@@ -110,8 +110,8 @@ def run_steps(steps: FitSteps) -> Posterior:
     # Which silo contradicts the others at the mode, if that was seen there.
     if mode is not None and mode.factors is not None:
         rows = [max(size.values()) for size in steps.results[0].sizes]
-        words = table_of(mode.factors, any(p.dim for p in steps.fm.plates), rows).words
-        contradiction = words and f"{words} disagreement() says more."
+        accused = table_of(mode.factors, any(p.dim for p in steps.fm.plates), rows).words
+        contradiction = accused and f"{accused} disagreement() says more."
     return assemble_posterior(steps, run, best, missed, contradiction)
 
 
@@ -173,8 +173,9 @@ def improve(steps: FitSteps, correction: Corrected | None) -> Corrected | None:
 
 def more_inner_draws(steps: FitSteps, best: Corrected) -> Corrected:
     """Return the better of a correction and one with more draws of each row's latents."""
-    by_draws = best.integration.by_draws and not (steps.coupled or steps.has_more_inner)
-    if best.reliable or not by_draws or steps.left <= 0:
+    has_noise = best.integration.draws and not best.integration.nodes
+    enough = best.reliable or steps.coupled or steps.has_more_inner
+    if enough or not has_noise or steps.left <= 0:
         return best
     steps.has_more_inner, steps.inner_draws = True, 4 * steps.num_inner
     proposal = best.pool and best.pool.mixtures[0]

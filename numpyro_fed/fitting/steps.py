@@ -91,23 +91,26 @@ class FitProblem:
     @classmethod
     def of(cls, model: Callable[..., Any], silos: Sequence[SiloInput] | Federation) -> FitProblem:
         """Return the problem, once silos have been read, or have told their facts."""
+        known: ReadSilos | Federation
         if isinstance(silos, Federation):
-            _, facts_json = silos.describe(method_model(model, silos.names))
+            known, (_, facts_json) = silos, silos.describe(method_model(model, silos.names))
             plan = agree([Facts.from_json(text) for text in facts_json])
             template, sizes = [plan.template()], [dict(plan.total)]
             fm = split(model, template)
             longest = max(sizes[0].values(), default=1)
             num_values = longest * sum(math.prod(a.shape) for a in plan.facts.arguments)
+            fingerprint = fingerprint_of(fm, template)
         else:
-            silos = template = read_all(silos, model)
-            fm = layout_of(model, silos).model
+            known = read = read_all(silos, model)
+            fm = layout_of(model, read).model
             # Each silo's number of rows is rounded up to a power of two: a silo elsewhere tells no
             # more of it, and a fit must be the same in both cases.
-            sizes = [{p: size_class(n) for p, n in fm.sizes(silo).items()} for silo in silos]
-            num_values = sum(a.size for silo in silos for a in silo.arrays.values())
+            sizes = [{p: size_class(n) for p, n in fm.sizes(silo).items()} for silo in read]
+            num_values = sum(a.size for silo in read for a in silo.arrays.values())
+            fingerprint = fingerprint_of(fm, read)
         plates = [p.name for p in fm.plates if p.dim and not p.outer]
         num_rows = max((sum(size[p] for size in sizes) for p in plates), default=0)
-        return cls(model, silos, fm, num_values, num_rows, fingerprint_of(fm, template))
+        return cls(model, known, fm, num_values, num_rows, fingerprint)
 
     @cached_property
     def runtime_name(self) -> str:

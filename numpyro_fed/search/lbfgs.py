@@ -34,10 +34,9 @@ from numpyro_fed.search.expand import (
     SearchState,
     SiloExpansion,
     flat_size,
-    prior_of,
+    log_prior_of,
     shape,
     silo_expansion,
-    silo_log_likelihood,
 )
 from numpyro_fed.search.mode_search import Ascent, AscentPhase, ModeSearch, rounding_of
 from numpyro_fed.text.sites import Rows
@@ -160,8 +159,7 @@ class LBFGSSearch(ModeSearch[LBFGSAscent, PlacesToTry]):
 
             def at_start(args: tuple[Array, Rows, SiloExpansion[Array]]) -> Any:
                 x, z_L, before = args
-                of_silo = silo_log_likelihood(self.model, state.private, data, z_L)
-                up, modes, finite = silo_expansion(derive, of_silo, x)
+                up, modes, finite = silo_expansion(derive, self.model, state.private, data, z_L, x)
                 # The modes of a failed point are no start for the next search.
                 return up, where(finite, (modes, up), (z_L, before))
 
@@ -181,13 +179,13 @@ class LBFGSSearch(ModeSearch[LBFGSAscent, PlacesToTry]):
     @cached_property
     def _prior(self) -> Callable[[Numbers, Numbers], Expansion[Array]]:
         """Return the server's program: ``(places, with_diagonal)`` to expansions (starts, ...)."""
-        log_prior = partial(prior_of(self.model, self.effects), jnp.zeros((0, 0)))
-
-        def program(places: Numbers, with_diagonal: Numbers) -> Expansion[Array]:
-            diagonal = jnp.asarray(with_diagonal)
-            return jax.lax.map(lambda x: with_slope(log_prior, x, diagonal)[0], jnp.asarray(places))
-
-        return jax.jit(program)
+        log_prior = partial(log_prior_of, self.model, self.effects, np.zeros((0, 0)))
+        return jax.jit(
+            lambda places, with_diagonal: jax.lax.map(
+                lambda x: with_slope(log_prior, x, jnp.asarray(with_diagonal))[0],
+                jnp.asarray(places),
+            )
+        )
 
     def ask_and_advance(
         self, ask: AskSilos, ascents: list[LBFGSAscent], places: np.ndarray

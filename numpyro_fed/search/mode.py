@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,10 +30,10 @@ from numpyro_fed.search.expand import (
     columns_at_once,
     effects_of,
     flat_size,
-    prior_of,
+    log_prior_of,
     shape,
     silo_log_likelihood,
-    unraveller,
+    unravelled,
 )
 from numpyro_fed.search.influence import Factors
 from numpyro_fed.search.mode_search import BestPoints, best_start
@@ -212,7 +212,7 @@ def mode_of_search(
         values, axes = np.linalg.eigh(metric / unit / unit[:, None])
         if values.min() > ROUNDING_UNITS * len(x) * np.finfo(x.dtype).eps:
             x = x + (axes @ (axes.T @ (gradient / unit) / values) / unit).astype(x.dtype)
-    theta, z_G = unraveller(fm)(x)
+    theta, z_G = unravelled(fm, x)
     if profile is not None:
         periods = np.asarray(profile.periods, float)[num_theta:]
         copy = OneCopy(z_G, periods) if np.isfinite(periods).any() else None
@@ -354,7 +354,7 @@ class CurvatureCheck:
 
         def values(noise: object, down: CheckPoints, state: SearchState, data: SiloData) -> Array:
             z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
-            of_silo = silo_log_likelihood(fm, state.private, data, z_L)
+            of_silo = partial(silo_log_likelihood, fm, state.private, data, z_L)
             side_by_side = min(columns_at_once(fm), len(down.places))
             return jax.lax.map(lambda x: of_silo(x)[0], down.places, batch_size=side_by_side)
 
@@ -368,10 +368,10 @@ class CurvatureCheck:
     @cached_property
     def _log_prior(self) -> Callable[[Numbers, Numbers], Array]:
         """Return the server's program: ``(A_b, places)`` to log priors at the places."""
-        log_prior = prior_of(self.model, effects_of(self.model))
+        effects = effects_of(self.model)
         return jit_once(
             lambda of_effects, places: jax.lax.map(
-                lambda x: log_prior(jnp.asarray(of_effects), x)[0],
+                lambda x: log_prior_of(self.model, effects, jnp.asarray(of_effects), x)[0],
                 jnp.asarray(places),
                 batch_size=min(SIDE_BY_SIDE, len(places)),
             )

@@ -36,7 +36,7 @@ from numpyro_fed.search.expand import (
     SiloExpansion,
     flat_size,
     prior_draws,
-    unraveller,
+    unravelled,
 )
 from numpyro_fed.text.log_density import FederatedModel
 
@@ -159,7 +159,6 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
         The server's state is a placeholder, of the shapes that the search ends with.
         """
         fm, (_, like), c = self.model, self.messages(), len(self.effects)
-        unravel = unraveller(fm)
         no_reply = partial(jax.tree.map, lambda a: jnp.zeros(a.shape, a.dtype), like)
 
         def init_server(key: Array) -> BestPoints[Any]:
@@ -176,7 +175,7 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
             return SearchState(z_L, none, fm.init_private(key, data), unknown)
 
         def shared(state: BestPoints[Any]) -> Shared:
-            theta, z_G = unravel(jnp.asarray(state.best.x)[best_start(state)])
+            theta, z_G = unravelled(fm, jnp.asarray(state.best.x)[best_start(state)])
             return Shared(theta, {"loc": z_G}, identity(z_G.shape))
 
         round_ = Round((self.exchange,))

@@ -16,7 +16,7 @@ damping :math:`\lambda` shrinks after steps whose gain is as predicted, and grow
 Effects and their scale together (``b ~ Normal(mu, tau)``, ``tau ~ HalfNormal(5)``) have no mode:
 the density rises without bound as ``tau`` goes to zero. So global latents whose prior depends on
 other globals are integrated out as well, at the server, with the silos' Hessian held fixed
-(:func:`.expand.prior_of`). Their coordinates in ``z_G`` hold their mode given the others.
+(:func:`.expand.log_prior_of`). Their coordinates in ``z_G`` hold their mode given the others.
 
 Several starts run side by side, one point of each in every message. The server's part is plain
 Python, and so are the steps of a silo's own climb (:mod:`.own_modes`); what depends on the text is

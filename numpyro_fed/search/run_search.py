@@ -22,7 +22,7 @@ from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.rounds.runtime import Runtime
 from numpyro_fed.rounds.silos import Batches, Stacks
 from numpyro_fed.rounds.step import Conversation
-from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unraveller
+from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unravelled
 from numpyro_fed.search.influence import Factors, SiloPull
 from numpyro_fed.search.mode_search import MAX_PROMISE_PER_DIM, BestPoints, ModeSearch, best_start
 from numpyro_fed.search.newton import NewtonSearch
@@ -99,8 +99,8 @@ def curvature_usable(fm: FederatedModel, search: BestPoints[Any]) -> bool:
     diagonal = np.abs(np.diagonal(A))
     if search.at_mode[i]:
         return bool((diagonal > 0).all())
-    unravel = unraveller(fm)
-    of_prior = jit_once(jax.hessian(lambda x: fm.smoothed.log_prior(*unravel(x))))(search.best.x[i])
+    log_prior = jax.hessian(lambda x: fm.smoothed.log_prior(*unravelled(fm, x)))
+    of_prior = jit_once(log_prior)(search.best.x[i])
     of_silos = np.diagonal(A) + np.diagonal(np.asarray(of_prior, float))
     if (np.abs(of_silos) <= NO_SHARE * diagonal).any():
         return False

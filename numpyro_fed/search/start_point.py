@@ -25,7 +25,7 @@ from numpyro_fed.guides.laplace import Laplace
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import Curvature, Frame, Gaussian
 from numpyro_fed.rounds.states import CarriedSilo
-from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unraveller
+from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unravelled
 from numpyro_fed.search.lbfgs import nonzero
 from numpyro_fed.search.mode_search import BestPoints, best_start
 from numpyro_fed.text.log_density import FederatedModel
@@ -78,17 +78,17 @@ class StartMessage(NamedTuple):
 
 def start_at_mode(fm: FederatedModel, search: BestPoints[Any]) -> StartMessage:
     """Return the start at the highest point that the searches found."""
-    i, unravel = best_start(search), unraveller(fm)
+    i = best_start(search)
     x, curvature = search.best.x[i], search.best.curvature[i]
-    theta, centre = unravel(x)
+    theta, centre = unravelled(fm, x)
     num_theta = len(x) - fm.dim  # ``x`` is theta first, then the globals
     if curvature.ndim == 1:
         sd = 1 / jnp.sqrt(nonzero(curvature))
-        return StartMessage(StartPoint(theta, unravel(sd)[0], centre, sd[num_theta:]), i)
+        return StartMessage(StartPoint(theta, unravelled(fm, sd)[0], centre, sd[num_theta:]), i)
     least = jnp.where(search.at_mode[i], min_curvature(x), MIN_CURVATURE_OFF_MODE)
     # The units of theta are marginal sds, from the inverse of the whole matrix. The root of the
     # globals is from their own block, which is their covariance given theta.
-    unit, _ = unravel(jnp.linalg.norm(covariance_root(curvature, least), axis=1))
+    unit, _ = unravelled(fm, jnp.linalg.norm(covariance_root(curvature, least), axis=1))
     return StartMessage(
         StartPoint(theta, unit, centre, covariance_root(curvature[num_theta:, num_theta:], least)),
         i,

@@ -243,11 +243,6 @@ class Integration:
         """Return the settings from which a silo elsewhere, or a file's reader, makes the same."""
         return {"inner_draws": dict(self.draws), "nodes": self.nodes}
 
-    @property
-    def by_draws(self) -> bool:
-        """Return whether integrals have the noise of draws."""
-        return bool(self.draws) and not self.nodes
-
     def likelihood(self, fm: FederatedModel, guide: Guide) -> LikelihoodEstimate:
         """Return the estimator of a silo's likelihood."""
         if self.nodes:

@@ -122,8 +122,8 @@ class LogLikelihoodExchange(Generic[Server, Silo]):
     @cached_property
     def _values(self) -> Callable[[Array, GlobalDraws, Silo, SiloData], Array]:
         """Return the function to log likelihoods (silos, n) of a stack of silos."""
-        evaluate = log_likelihoods(self.likelihood, self.fitted, self.num_draws, self.batch_size)
-        return of_stack(evaluate, little=self.little)
+        how = self.likelihood, self.fitted, self.num_draws, self.batch_size
+        return of_stack(partial(log_likelihoods, *how), little=self.little)
 
     @cached_property
     def _too_coarse(self) -> Callable[[Any, GlobalDraws, Silo, SiloData], Array] | None:
@@ -242,35 +242,34 @@ def log_likelihoods(
     fitted: FederatedAlgorithm[Server, Silo],
     num_draws: int,
     batch_size: int,
-) -> Callable[[Any, GlobalDraws, Silo, SiloData], Array]:
-    """Return the function to a silo's log likelihood at each draw (n,)."""
+    noise: Array | tuple[()],
+    down: GlobalDraws,
+    state: Silo,
+    data: SiloData,
+) -> Array:
+    """Return a silo's log likelihood at each draw (n,)."""
+    given, offset = at_draws(fitted, down, state, data), down.in_frame.offset
 
-    def evaluate(noise: Array | tuple[()], down: GlobalDraws, state: Silo, data: SiloData) -> Array:
-        given, offset = at_draws(fitted, down, state, data), down.in_frame.offset
+    def estimate(batch: tuple[Array, Array, Array]) -> Array:
+        s, z_G, u = batch
+        # Without latents nothing is drawn: any key will do.
+        key = jax.random.key(0) if isinstance(noise, tuple) else noise
+        keys = jax.vmap(fold_in, (None, 0))(key, s)
+        at = with_globals(given, z_G, u)
+        return jax.vmap(likelihood.log_estimate, (0, EACH_DRAW))(keys, at)
 
-        def estimate(batch: tuple[Array, Array, Array]) -> Array:
-            s, z_G, u = batch
-            # Without latents nothing is drawn: any key will do.
-            key = jax.random.key(0) if isinstance(noise, tuple) else noise
-            keys = jax.vmap(fold_in, (None, 0))(key, s)
-            return jax.vmap(likelihood.log_estimate, (0, EACH_DRAW))(
-                keys, with_globals(given, z_G, u)
-            )
-
-        # In batches: all draws at once would hold a silo's rows, times inner draws, thousands of
-        # times in memory. The last batch is filled up by the first draws: a batch of another size
-        # would be compiled once more.
-        num_batches = -(-num_draws // batch_size)
-        index = jnp.arange(num_batches * -(-num_draws // num_batches)) % num_draws
-        # In order of their distance: a batch of draws close by needs no search for the modes of
-        # rows, or a short one.
-        index = index[jnp.argsort(jnp.square(offset).sum(-1)[index])]
-        batches = index.reshape(num_batches, -1)
-        u = given.coordinates.u
-        values = jax.lax.map(estimate, (batches, down.z_G[batches], u[batches]))
-        return jnp.zeros(num_draws, values.dtype).at[index].set(values.ravel())
-
-    return evaluate
+    # In batches: all draws at once would hold a silo's rows, times inner draws, thousands of times
+    # in memory. The last batch is filled up by the first draws: a batch of another size would be
+    # compiled once more.
+    num_batches = -(-num_draws // batch_size)
+    index = jnp.arange(num_batches * -(-num_draws // num_batches)) % num_draws
+    # In order of their distance: a batch of draws close by needs no search for the modes of rows,
+    # or a short one.
+    index = index[jnp.argsort(jnp.square(offset).sum(-1)[index])]
+    batches = index.reshape(num_batches, -1)
+    u = given.coordinates.u
+    values = jax.lax.map(estimate, (batches, down.z_G[batches], u[batches]))
+    return jnp.zeros(num_draws, values.dtype).at[index].set(values.ravel())
 
 
 def plates_of_rows(fm: FederatedModel) -> list[str]:
@@ -296,24 +295,21 @@ def rows_that_count(fm: FederatedModel, data: SiloData) -> Array:
 def log_likelihoods_of_rows(
     fm: FederatedModel,
     likelihood: LikelihoodEstimate,
-    fitted: FederatedAlgorithm[Any, Any],
+    fitted: FederatedAlgorithm[Any, Silo],
     batch_size: int,
-) -> Callable[[Array, GlobalDraws, Any, SiloData], tuple[Array, Array]]:
-    """Return the function to log likelihoods (draws, rows), and whether rows count (rows,)."""
-    plates = plates_of_rows(fm)
+    key: Array,
+    down: GlobalDraws,
+    state: Silo,
+    data: SiloData,
+) -> tuple[Array, Array]:
+    """Return log likelihoods (draws, rows) of a silo, and whether rows count (rows,)."""
+    given, plates = at_draws(fitted, down, state, data), plates_of_rows(fm)
 
-    def values_of(
-        key: Array, down: GlobalDraws, state: object, data: SiloData
-    ) -> tuple[Array, Array]:
-        given, counts = at_draws(fitted, down, state, data), rows_that_count(fm, data)
+    def rows_at(draw: tuple[Array, Array, Array]) -> Array:
+        s, z_G, u = draw
+        rows = likelihood.log_rows(fold_in(key, s), with_globals(given, z_G, u))
+        return jnp.concatenate([jnp.zeros(0), *(rows[p] for p in plates)])
 
-        def rows_at(draw: tuple[Array, Array, Array]) -> Array:
-            s, z_G, u = draw
-            rows = likelihood.log_rows(fold_in(key, s), with_globals(given, z_G, u))
-            return jnp.concatenate([jnp.zeros(0), *(rows[p] for p in plates)])
-
-        draws = jnp.arange(len(down.z_G)), down.z_G, given.coordinates.u
-        values = jax.lax.map(rows_at, draws, batch_size=batch_size)
-        return values, counts
-
-    return values_of
+    draws = jnp.arange(len(down.z_G)), down.z_G, given.coordinates.u
+    values = jax.lax.map(rows_at, draws, batch_size=batch_size)
+    return values, rows_that_count(fm, data)

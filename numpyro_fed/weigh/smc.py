@@ -169,11 +169,8 @@ class SMCState:
 
     def measure_moves(self) -> None:
         """Measure from here how far particles move, in units of their spread."""
-        self.moved_from, self.moves, self.root = (
-            self.particles.z,
-            0,
-            root_of_draws(self.particles.z),
-        )
+        z = self.particles.z
+        self.moved_from, self.moves, self.root = z, 0, root_of_draws(z)
 
 
 @dataclass(frozen=True, eq=False)
