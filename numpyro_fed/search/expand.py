@@ -242,7 +242,7 @@ def columns_at_once(fm: FederatedModel) -> int:
 def unravelled(fm: FederatedModel, x: AnyArray) -> tuple[dict[str, AnyArray], AnyArray]:
     """Return shared parameters and globals of one vector."""
     theta = jax.eval_shape(lambda: fm.init_theta(jax.random.key(0)))
-    shapes = [a.shape for a in jax.tree.leaves(theta)]
+    shapes: list[tuple[int, ...]] = [a.shape for a in jax.tree.leaves(theta)]
     ends = np.cumsum([0, *map(math.prod, shapes)])
     parts = [x[i:j].reshape(size) for i, j, size in zip(ends, ends[1:], shapes, strict=False)]
     return jax.tree.unflatten(jax.tree.structure(theta), parts), x[ends[-1] :]

@@ -218,14 +218,20 @@ def mode_of_search(
         copy = OneCopy(z_G, periods) if np.isfinite(periods).any() else None
     flat = () if profile is None else profile.flat
     # Modes of all starts; others than the best one each once, in order of their evidence.
-    modes: list[LocalMode] = []
+    modes, effects = list[LocalMode](), effects_of(fm)
+    number = fm.dim - len(effects)
     for j in (i, *np.flatnonzero(search.known & search.at_mode).tolist()):
         A = np.asarray(search.best.curvature[j], float)
-        evidence = _log_evidence(fm, float(search.best.value[j]), A)
-        if evidence is not None:
-            place = np.asarray(search.best.x[j][num_theta:])
-            place = place if copy is None else copy.copy_of(place)
-            modes.append(LocalMode(place, A[num_theta:, num_theta:], evidence))
+        if A.ndim == 1:  # of a diagonal alone there is no evidence
+            continue
+        # Effects are integrated out of the value: their share of the determinant is taken out.
+        log_det = np.linalg.slogdet(A[num_theta:, num_theta:])[1]
+        log_det -= np.linalg.slogdet(A[np.ix_(effects, effects)])[1]
+        value = float(search.best.value[j])
+        evidence = float(value + 0.5 * (number * np.log(2 * np.pi) - log_det))
+        place = np.asarray(search.best.x[j][num_theta:])
+        place = place if copy is None else copy.copy_of(place)
+        modes.append(LocalMode(place, A[num_theta:, num_theta:], evidence))
     distinct = modes[:1]
     for p in sorted(modes[1:], key=lambda p: -p.log_evidence):
         if all(distance(q, p.z_G[None])[0] > MODES_APART for q in distinct):
@@ -244,20 +250,6 @@ def mode_of_search(
         others=tuple(distinct[1:]),
         copy=copy,
     )
-
-
-def _log_evidence(fm: FederatedModel, value: float, curvature: np.ndarray) -> float | None:
-    """Return Laplace's evidence at a mode with log density ``value``; None for a diagonal.
-
-    Effects are integrated out of ``value`` already: their share of the determinant is taken out.
-    """
-    if curvature.ndim == 1:
-        return None
-    num_theta, effects = len(curvature) - fm.dim, effects_of(fm)
-    number = fm.dim - len(effects)
-    log_det = np.linalg.slogdet(curvature[num_theta:, num_theta:])[1]
-    log_det -= np.linalg.slogdet(curvature[np.ix_(effects, effects)])[1]
-    return float(value + 0.5 * (number * np.log(2 * np.pi) - log_det))
 
 
 def coordinate_names(fm: FederatedModel) -> tuple[str, ...]:
