@@ -84,7 +84,7 @@ def test_rows_have_their_density_given_all_others(fitted, silos):
 @pytest.mark.slow
 def test_rows_whose_latents_are_drawn_have_the_same_density(fitted, silos):
     drawn = nf.importance_correct(KEY, fitted.run_behind, 1_000, 40)
-    assert drawn.integration.by_draws
+    assert not drawn.integration.nodes
     np.testing.assert_allclose(rows_of(drawn.loo()), exact(silos, 1.0, 1.5**2 + 1), atol=0.1)
 
 

@@ -11,9 +11,8 @@ from scipy.special import i0e
 
 import numpyro_fed as nf
 from numpyro_fed.posterior.particles import particles_of
-from numpyro_fed.search.curvature_check import periods_of, shifted_places
 from numpyro_fed.search.expand import Expansion
-from numpyro_fed.search.mode import OneCopy
+from numpyro_fed.search.mode import OneCopy, periods_of, shifted_places
 from numpyro_fed.search.mode_search import BestPoints
 from numpyro_fed.weigh.smc import SMCState
 

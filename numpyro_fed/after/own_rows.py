@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -313,7 +314,9 @@ def log_likelihoods_at(
     size = fit.batch_size(integration, n)
     values = fit.cached(
         ("rows", n, str(integration)),
-        lambda: jit_once(log_likelihoods_of_rows(fit.model, likelihood, fit.algorithm, size)),
+        lambda: jit_once(
+            partial(log_likelihoods_of_rows, fit.model, likelihood, fit.algorithm, size)
+        ),
     )
     down = GlobalDraws.of(fit.guide, run.shared, jnp.asarray(z_G))
     parts = []

@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,8 @@ from numpyro_fed.basics.precision import precision as precision_as
 from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.dp_newton.method import DPNewton
-from numpyro_fed.fitting.account import Account
 from numpyro_fed.fitting.ladder import reached_so_far, run_steps
-from numpyro_fed.fitting.problem import FitProblem
-from numpyro_fed.fitting.steps import FitSteps
+from numpyro_fed.fitting.steps import FitProblem, FitSteps
 from numpyro_fed.posterior.posterior import Posterior, Stage
 from numpyro_fed.posterior.verdict import TOLERANCE, check_accuracy
 from numpyro_fed.privacy.budget import Privacy
@@ -38,12 +35,10 @@ from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.messages import SEARCH
 from numpyro_fed.rounds.progress import StageBar, in_sight
-from numpyro_fed.rounds.runtime import Runtime
-from numpyro_fed.rounds.silos import Batches, on_device
-from numpyro_fed.search.curvature_check import CurvatureCheck
+from numpyro_fed.rounds.silos import on_device
 from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.lbfgs import LBFGSSearch
-from numpyro_fed.search.mode import Mode, mode_of_search
+from numpyro_fed.search.mode import CurvatureCheck, Mode, mode_of_search
 from numpyro_fed.search.mode_search import MANY_EFFECTS, SEARCHED_UP_TO, ModeSearch
 from numpyro_fed.search.newton import NewtonSearch
 from numpyro_fed.search.run_search import coupling_reason, not_found_error, run_search
@@ -199,8 +194,9 @@ class FitCall:
         silent = in_sight("fit", shown=False)  # the bar of the stages is the only one
         with precision_as(double=self.double), _LOCK, StageBar(self.progress_bar) as bar, silent:
             problem = FitProblem.of(self.model, self.silos)
-            account = Account(self.max_exchanges, bar)
-            steps = FitSteps(typed_key(key), problem, self.accuracy, account, places)
+            steps = FitSteps(
+                typed_key(key), problem, self.accuracy, self.max_exchanges, bar, places
+            )
             try:
                 return replace(run_steps(steps), call=self)
             except SilosError as error:
@@ -273,38 +269,25 @@ def find_mode(
     """
     positive_int("starts", starts)
     positive_int("max_exchanges", max_exchanges)
-    search = partial(_search, max_exchanges=max_exchanges, progress_bar=progress_bar)
+    search: ModeSearch[Any, Any]
     if isinstance(silos, Federation):
         # Silos know the search as the beginning of a method's run.
-        fit, hosted = SFVI(model, starts=starts)._compiled_for(silos, "simulation")
-        _check(fit.model)
-        if fit.built.start is None:
+        compiled, hosted = SFVI(model, starts=starts)._compiled_for(silos, "simulation")
+        fm, batches, start = compiled.model, hosted.batches, compiled.built.start
+        _check(fm)
+        if start is None:
             raise ModelError("the model has too many globals to search over.")
-        start = fit.built.start
-        runtime = fit.reach(start.algorithm, begin=SEARCH)
-        return search(key, fit.model, start.search, runtime, hosted.batches)
-    found = read_all(silos, model)
-    layout, buckets = layout_and_buckets(model, found)
-    fm, batches = layout.model, on_device(buckets)
-    _check(fm)
-    if (coupled := coupling_reason(layout.checks, buckets)) is not None:
-        raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
-    kind = LBFGSSearch if flat_size(fm) > SEARCHED_UP_TO else NewtonSearch
-    steps: ModeSearch[Any, Any] = kind(fm, len(found), starts, None, None)
-    return search(key, fm, steps, compiled_runtime(steps.algorithm), batches)
-
-
-def _search(
-    key: Array,
-    fm: FederatedModel,
-    search: ModeSearch[Any, Any],
-    runtime: Runtime,
-    batches: Batches,
-    *,
-    max_exchanges: int,
-    progress_bar: bool,
-) -> Mode:
-    """Return the mode that a search finds, once its curvature has been checked."""
+        search, runtime = start.search, compiled.reach(start.algorithm, begin=SEARCH)
+    else:
+        read = read_all(silos, model)
+        layout, buckets = layout_and_buckets(model, read)
+        fm, batches = layout.model, on_device(buckets)
+        _check(fm)
+        if (coupled := coupling_reason(layout.checks, buckets)) is not None:
+            raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
+        kind = LBFGSSearch if flat_size(fm) > SEARCHED_UP_TO else NewtonSearch
+        search = kind(fm, len(read), starts, None, None)
+        runtime = compiled_runtime(search.algorithm)
     found, ask = run_search(key, search, runtime, batches, max_exchanges, progress_bar)
     if not found.known.any():
         raise not_found_error(fm, batches, ask.number, len(found.known), ask.unusable)
@@ -320,7 +303,7 @@ def _search(
             "prior, leave out a column that others add up to, or "
             "run in double precision (jax.config.update('jax_enable_x64', True)).",
             category=ModelWarning,
-            stacklevel=3,
+            stacklevel=2,
         )
     elif not mode.converged:
         warnings.warn(
@@ -328,7 +311,7 @@ def _search(
             "precision (jax.config.update('jax_enable_x64', True)), in which smaller gains can be "
             "told from rounding; try several starts; or allow more by max_exchanges.",
             category=ConvergenceWarning,
-            stacklevel=3,
+            stacklevel=2,
         )
     return mode
 

@@ -24,7 +24,7 @@ from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.particles import Particles
-from numpyro_fed.posterior.posterior import Posterior, Stage
+from numpyro_fed.posterior.posterior import Stage
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.saving import DRAWS, WEIGHTS, read
 from numpyro_fed.posterior.verdict import TOLERANCE
@@ -213,52 +213,43 @@ def load(
         raise TypeError(f"give model and silos, or neither of them: {missing}= is missing.")
     # In the precision of the fit: its state would not fit a program of another one.
     with precision(double=is_double(arrays)):
-        return _whole_fit(path, arrays, saved, model, silos)
+        read_silos, methods = read_all(silos, model), dict[str, RowMethod[Any, Any]]()
 
+        def run_of(part: str) -> Result:
+            """Return a run of the file; those with equal settings share a method."""
+            described = saved["others"][part] if part else saved
+            key = json.dumps(described.get("recipe"), sort_keys=True)
+            if key not in methods:
+                methods[key] = _method_of(path, described, model)
+            return methods[key].load_part(path, read_silos, described["recipe"]["runtime"], part)
 
-def _whole_fit(
-    path: str | Path,
-    arrays: Mapping[str, np.ndarray],
-    saved: Mapping[str, Any],
-    model: Callable[..., Any],
-    silos: Sequence[Mapping[str, Any]],
-) -> Posterior:
-    """Return the saved object itself: a run, its correction, or what ``nf.fit`` led to."""
-    read_silos, methods = read_all(silos, model), dict[str, RowMethod[Any, Any]]()
-
-    def run_of(part: str) -> Result:
-        """Return a run of the file; those with equal settings share a method."""
-        described = saved["others"][part] if part else saved
-        key = json.dumps(described.get("recipe"), sort_keys=True)
-        if key not in methods:
-            methods[key] = _method_of(path, described, model)
-        return methods[key].load_part(path, read_silos, described["recipe"]["runtime"], part)
-
-    run, words = run_of(""), saved.get("words", {})
-    corrected: Corrected | None = None
-    if "inner_draws" in words:
-        kind = Particles if "reached" in words else Corrected
-        corrected = kind.from_file(run, arrays, words)
-    if "stages" not in words:
-        return run if corrected is None else corrected
-    others = {part: run_of(part) for part in saved["others"]}
-    accuracy = words.get("accuracy", TOLERANCE)
-    # Names are "missed/<number>/<field>", as Posterior.save writes them.
-    numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
-    peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in LocalMode._fields] for i in numbers]
-    fields = dict(words["fields"])
-    steps = {
-        "_sent": fields.pop("num_exchanges"),
-        "stages": stages_of(words),
-        "missed": tuple(LocalMode(z_G, shape, float(evidence)) for z_G, shape, evidence in peaks),
-        "call": FitCall(model, silos, accuracy, MAX_EXCHANGES, is_double(arrays), False),
-        **fields,
-    }
-    checked = None if corrected is None else replace(corrected, **steps)
-    if checked is not None and words["is_best"]:
-        return checked
-    why_not = "the fit could not be checked"
-    return replace(others.get("best", run), _checked=checked or why_not, **steps)
+        run, words = run_of(""), saved.get("words", {})
+        corrected: Corrected | None = None
+        if "inner_draws" in words:
+            kind = Particles if "reached" in words else Corrected
+            corrected = kind.from_file(run, arrays, words)
+        if "stages" not in words:
+            return run if corrected is None else corrected
+        others = {part: run_of(part) for part in saved["others"]}
+        accuracy = words.get("accuracy", TOLERANCE)
+        # Names are "missed/<number>/<field>", as Posterior.save writes them.
+        numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
+        peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in LocalMode._fields] for i in numbers]
+        fields = dict(words["fields"])
+        steps = {
+            "_sent": fields.pop("num_exchanges"),
+            "stages": stages_of(words),
+            "missed": tuple(
+                LocalMode(z_G, shape, float(evidence)) for z_G, shape, evidence in peaks
+            ),
+            "call": FitCall(model, silos, accuracy, MAX_EXCHANGES, is_double(arrays), False),
+            **fields,
+        }
+        checked = None if corrected is None else replace(corrected, **steps)
+        if checked is not None and words["is_best"]:
+            return checked
+        why_not = "the fit could not be checked"
+        return replace(others.get("best", run), _checked=checked or why_not, **steps)
 
 
 def _method_of(

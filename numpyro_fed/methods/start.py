@@ -26,10 +26,9 @@ from numpyro_fed.rounds.runtime import State, failed_silos
 from numpyro_fed.rounds.schedules import init_schedule
 from numpyro_fed.rounds.silos import Batches, Silos
 from numpyro_fed.rounds.step import Conversation
-from numpyro_fed.search.curvature_check import CurvatureCheck
 from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.lbfgs import LBFGSSearch
-from numpyro_fed.search.mode import Mode, mode_of_search
+from numpyro_fed.search.mode import CurvatureCheck, Mode, mode_of_search
 from numpyro_fed.search.mode_search import MANY_EFFECTS, SEARCHED_UP_TO, BestPoints
 from numpyro_fed.search.newton import NewtonSearch
 from numpyro_fed.search.run_search import (

@@ -35,8 +35,7 @@ from numpyro_fed.rounds.messages import BEGINNINGS, GO_ON, WITHOUT_START, Crossi
 from numpyro_fed.rounds.runtime import Runtime, Single, State
 from numpyro_fed.rounds.schedules import Schedule
 from numpyro_fed.rounds.silos import ServerData, Silos
-from numpyro_fed.search.curvature_check import CurvatureCheck
-from numpyro_fed.search.mode import Mode
+from numpyro_fed.search.mode import CurvatureCheck, Mode
 from numpyro_fed.search.mode_search import ModeSearch
 from numpyro_fed.text.facts import Facts, Plan
 from numpyro_fed.text.fingerprint import fingerprint

@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -176,7 +177,7 @@ def leave_out_exchange(
     integration = Integration.of(settings)
     fm, guide, n = built.model, built.guide, settings["num_draws"]
     likelihood = integration.likelihood(fm, guide)
-    evaluate = log_likelihoods(likelihood, built.algorithm, n, settings["batch_size"])
+    evaluate = partial(log_likelihoods, likelihood, built.algorithm, n, settings["batch_size"])
 
     def silo(noise: Array, down: LeaveOutDown, state: object, data: SiloData) -> LeftOut:
         z_G, values = down.draws.z_G, evaluate(noise, down.draws, state, data)
@@ -356,8 +357,8 @@ def _scores(
     """Return the function ``(key, down, silo_state, data)`` to the scores of a silo's rows."""
     integration = Integration.of(settings)
     likelihood = integration.likelihood(built.model, built.guide)
-    row_values = log_likelihoods_of_rows(
-        built.model, likelihood, built.algorithm, settings["batch_size"]
+    row_values = partial(
+        log_likelihoods_of_rows, built.model, likelihood, built.algorithm, settings["batch_size"]
     )
 
     def scores(key: Array, down: LeaveOutDown, state: object, data: SiloData) -> RowScores:

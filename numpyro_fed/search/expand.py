@@ -104,18 +104,18 @@ class Expand:
         fm = self.model
         derive = partial(derivatives, columns_at_once=columns_at_once(fm))
 
-        def at_silo(
-            places: Array, least: Array, z_L: Rows, private: Theta, data: SiloData
+        def at_start(
+            private: Theta, data: SiloData, at: tuple[Array, Array, Rows]
         ) -> tuple[SiloExpansion[Array], Rows]:
-            def at_start(args: tuple[Array, Array, Rows]) -> tuple[SiloExpansion[Array], Rows]:
-                x, least, before = args
-                of_silo = silo_log_likelihood(fm, private, data, before)
-                up, modes, finite = silo_expansion(derive, of_silo, x)
-                return up, where(finite & (up.value >= least), modes, before)
+            x, least, before = at
+            up, modes, finite = silo_expansion(derive, fm, private, data, before, x)
+            return up, where(finite & (up.value >= least), modes, before)
 
-            return jax.lax.map(at_start, (places, least, z_L))  # not side by side: SIDE_BY_SIDE
-
-        return readable(jax.vmap(at_silo)(places, least, z_L, private, data))
+        # Starts are not taken side by side: SIDE_BY_SIDE.
+        found = jax.vmap(
+            lambda private, data, *starts: jax.lax.map(partial(at_start, private, data), starts)
+        )(private, data, places, least, z_L)
+        return readable(found)
 
     @cached_property
     def _programs(self) -> tuple[Callable[..., tuple[SiloExpansion[Array], Rows]], ...]:
@@ -136,7 +136,7 @@ class Expand:
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """The log prior with derivatives, effects integrated out (:func:`prior_of`).
+    """The log prior with derivatives, effects integrated out (:func:`log_prior_of`).
 
     ``effects`` (c,) int array.
     ``at_once``: The number of places, of which a multiple is computed: one program serves server
@@ -150,17 +150,17 @@ class Prior:
     @cached_property
     def program(self) -> Callable[[Numbers, Numbers], Expansion[Array]]:
         """Return ``(A_b, places)`` to the expansions at places (m, n), with ``A_b`` (m, c, c)."""
-        log_prior = prior_of(self.model, self.effects)
+        log_prior = partial(log_prior_of, self.model, self.effects)
         few = flat_size(self.model) <= FEW_COORDINATES
 
         def program(of_effects: Numbers, places: Numbers) -> Expansion[Array]:
-            def at(one: tuple[Numbers, Numbers]) -> Expansion[Array]:
-                return derivatives(partial(log_prior, jnp.asarray(one[0])), jnp.asarray(one[1]))[0]
-
-            if few and not len(self.effects):  # those of many silos side by side
-                size = min(len(places), SIDE_BY_SIDE)
-                return jax.lax.map(at, (of_effects, places), batch_size=size)
-            return jax.lax.map(at, (of_effects, places))
+            # Those of many silos side by side.
+            side_by_side = few and not len(self.effects)
+            return jax.lax.map(
+                lambda at: derivatives(partial(log_prior, at[0]), at[1])[0],
+                (jnp.asarray(of_effects), jnp.asarray(places)),
+                batch_size=min(len(places), SIDE_BY_SIDE) if side_by_side else None,
+            )
 
         return jit_once(program) if few else jax.jit(program)
 
@@ -183,29 +183,26 @@ def effects_of(fm: FederatedModel) -> np.ndarray:
     return num_theta + np.concatenate([np.zeros(0, int), *found])
 
 
-def prior_of(
-    fm: FederatedModel, effects: np.ndarray
-) -> Callable[[Array, Array], tuple[Array, tuple[()]]]:
-    r"""Return the log prior ``(A_b, x) -> (value, ())``, effects integrated by Laplace's method.
+def log_prior_of(
+    fm: FederatedModel, effects: np.ndarray, silo_precision: Numbers, x: Array
+) -> tuple[Array, tuple[()]]:
+    r"""Return ``(value, ())`` of the log prior at ``x``, effects integrated by Laplace's method.
 
-    ``A_b`` (c, c) is the silos' negative Hessian among the ``c`` effects ``b``, held fixed:
+    ``silo_precision`` :math:`A_b` (c, c) is the silos' negative Hessian among the ``c`` effects
+    ``b``, held fixed:
 
     .. math::
         \log p(z_G) + \tfrac c2 \log 2\pi - \tfrac12 \log\det(-\nabla_b^2 \log p(z_G) + A_b).
     """
-    unravel = unraveller(fm)
 
     def joint(x: Array) -> Array:
-        return fm.smoothed.log_prior(*unravel(x))
+        return fm.smoothed.log_prior(*unravelled(fm, x))
 
-    def value(silo_precision: Array, x: Array) -> tuple[Array, tuple[()]]:
-        if not len(effects):
-            return joint(x), ()
-        precision = silo_precision - jax.hessian(lambda b: joint(x.at[effects].set(b)))(x[effects])
-        log_det = 2 * jnp.log(jnp.diagonal(linalg.cholesky(precision))).sum()
-        return joint(x) + 0.5 * (len(effects) * LOG_2PI - log_det), ()
-
-    return value
+    if not len(effects):
+        return joint(x), ()
+    precision = silo_precision - jax.hessian(lambda b: joint(x.at[effects].set(b)))(x[effects])
+    log_det = 2 * jnp.log(jnp.diagonal(linalg.cholesky(precision))).sum()
+    return joint(x) + 0.5 * (len(effects) * LOG_2PI - log_det), ()
 
 
 def prior_draws(fm: FederatedModel) -> np.ndarray | None:
@@ -215,25 +212,23 @@ def prior_draws(fm: FederatedModel) -> np.ndarray | None:
 
 
 def silo_log_likelihood(
-    fm: FederatedModel, private: Theta, data: SiloData, z_L: Rows
-) -> Callable[[Array], tuple[Array, Rows]]:
-    """Return the function of a point to a silo's log likelihood, and to modes near ``z_L``."""
-    integral, unravel = silo_integral(fm), unraveller(fm)
-
-    def value(x: Array) -> tuple[Array, Rows]:
-        theta, z_G = unravel(x)
-        return integral({**theta, **private}, z_G, data, z_L)
-
-    return value
+    fm: FederatedModel, private: Theta, data: SiloData, z_L: Rows, x: Array
+) -> tuple[Array, Rows]:
+    """Return a silo's log likelihood at a point, and the modes of its rows near ``z_L``."""
+    theta, z_G = unravelled(fm, x)
+    return silo_integral(fm)({**theta, **private}, z_G, data, z_L)
 
 
 def silo_expansion(
     derive: Callable[..., tuple[Expansion[Array], Rows]],
-    of_silo: Callable[[Array], tuple[Array, Rows]],
+    fm: FederatedModel,
+    private: Theta,
+    data: SiloData,
+    z_L: Rows,
     x: Array,
 ) -> tuple[SiloExpansion[Array], Rows, Array]:
     """Return a silo's message at ``x`` (n,), NaN unless finite, its modes, and whether it is."""
-    place, modes = derive(of_silo, x)
+    place, modes = derive(partial(silo_log_likelihood, fm, private, data, z_L), x)
     found = SiloExpansion(*place[1:])
     finite = all_finite((found, modes))
     return jax.tree.map(lambda a: jnp.where(finite, a, jnp.nan), found), modes, finite
@@ -244,17 +239,13 @@ def columns_at_once(fm: FederatedModel) -> int:
     return BATCH if all(p.dim <= BATCH_UP_TO_DIM for p in fm.plates) else 1
 
 
-def unraveller(fm: FederatedModel) -> Callable[[AnyArray], tuple[dict[str, AnyArray], AnyArray]]:
-    """Return the function from one vector to shared parameters and globals."""
+def unravelled(fm: FederatedModel, x: AnyArray) -> tuple[dict[str, AnyArray], AnyArray]:
+    """Return shared parameters and globals of one vector."""
     theta = jax.eval_shape(lambda: fm.init_theta(jax.random.key(0)))
-    leaves, tree = jax.tree.flatten(theta)
-    ends = np.cumsum([0, *(math.prod(a.shape) for a in leaves)])
-
-    def unravel(x: AnyArray) -> tuple[dict[str, AnyArray], AnyArray]:
-        parts = [x[i:j].reshape(a.shape) for i, j, a in zip(ends, ends[1:], leaves, strict=False)]
-        return jax.tree.unflatten(tree, parts), x[ends[-1] :]
-
-    return unravel
+    shapes: list[tuple[int, ...]] = [a.shape for a in jax.tree.leaves(theta)]
+    ends = np.cumsum([0, *map(math.prod, shapes)])
+    parts = [x[i:j].reshape(size) for i, j, size in zip(ends, ends[1:], shapes, strict=False)]
+    return jax.tree.unflatten(jax.tree.structure(theta), parts), x[ends[-1] :]
 
 
 def flat_size(fm: FederatedModel) -> int:

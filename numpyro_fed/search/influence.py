@@ -139,9 +139,11 @@ class Influence:
         # With its share of the prior, as in the first exchange of a search, so that there is a mode
         # in directions of which the silo knows nothing.
         at, share = at._replace(z_L=modes), 1 / self.num_silos
-        own = climb_to_own_modes(self.expand, self.prior, share, places, at, data, fixed=f)
-        gain = own.log_likelihood - here.value
-        known = own.arrived & np.isfinite(gain)
+        own, log_likelihood, _ = climb_to_own_modes(
+            self.expand, self.prior, share, places, at, data, fixed=f
+        )
+        gain = log_likelihood - here.value
+        known = (own.arrived > 0) & np.isfinite(gain)
         told = SiloPull(
             here.gradient[:, 0, f:],
             here.curvature[:, 0, f:, f:],
@@ -256,12 +258,8 @@ class Whitened(NamedTuple):
 
     def cavity(self, others: list[int]) -> np.ndarray:
         """Return the precision of the prior and some silos, made positive."""
-        values, axes = np.linalg.eigh(self.told(others))
+        values, axes = np.linalg.eigh(self.prior_A + self.A[others].sum(0))
         return (axes * np.maximum(values, UNKNOWN)) @ axes.T
-
-    def told(self, others: list[int]) -> np.ndarray:
-        """Return the negative Hessian of the prior and some silos, which need not be positive."""
-        return self.prior_A + self.A[others].sum(0)
 
     def without(self, silo: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the highest point without a silo, from where silos were asked, and a covariance.
@@ -285,7 +283,7 @@ def table_of(
     of ``rows`` of each silo a likelihood ratio of few is judged as that of a normal regression.
     """
     whitened = Whitened.of(factors)
-    root, step, g, A, prior_g, _ = whitened
+    root, step, g, A, prior_g, prior_A = whitened
     told_g, told_A, gains = (np.asarray(a, np.float64) for a in factors.silos)
     moved = gains - told_g @ step + np.einsum("i,jik,k->j", step, told_A, step) / 2
     gains = np.where(gains < 0, gains, np.maximum(moved, 0.0))
@@ -299,7 +297,7 @@ def table_of(
         top = np.linalg.solve(cavity + A[j], prior_g + g[kept].sum(0))
         gradient = g[j] - A[j] @ top
         # Along a direction in which the others' log density is no peak, theirs is no parabola.
-        values, axes = np.linalg.eigh(whitened.told(others))
+        values, axes = np.linalg.eigh(prior_A + A[others].sum(0))
         axes = axes[:, values > (UNKNOWN if rows is None else NO_PEAK)]
         of_others = axes.T @ cavity @ axes
         known, directions = scipy.linalg.eigh(axes.T @ A[j] @ axes, of_others)

@@ -34,10 +34,9 @@ from numpyro_fed.search.expand import (
     SearchState,
     SiloExpansion,
     flat_size,
+    log_prior_of,
     shape,
     silo_expansion,
-    silo_log_likelihood,
-    unraveller,
 )
 from numpyro_fed.search.mode_search import Ascent, AscentPhase, ModeSearch, rounding_of
 from numpyro_fed.text.sites import Rows
@@ -99,18 +98,8 @@ class LBFGSAscent(Ascent):
         if self.best is None and not finite:
             self.halve(no_more_places)
             return
-        stuck = self._step(point if self.best is None else self.best, point, finite)
-        self.at_mode = self.idle >= MAX_IDLE
-        if self.at_mode or stuck or no_more_places:
-            self.phase, self.with_diagonal = AscentPhase.GOING_BACK, True
-        x = point.x if self.best is None else self.best.x
-        self.trial = x if self.with_diagonal else x + self.share * self.direction
-
-    def _step(
-        self, best: Expansion[np.ndarray], point: Expansion[np.ndarray], finite: bool
-    ) -> bool:
-        """Accept or reject the trial; return whether no direction leads up any more."""
-        refresh, rounding = False, rounding_of(best.value)
+        best = point if self.best is None else self.best
+        refresh, stuck, rounding = False, False, rounding_of(best.value)
         # Armijo's rule: a share of what the slope predicts.
         least = best.value + ARMIJO * self.share * self.slope - rounding
         if self.with_diagonal and finite:  # the trial was the best point itself
@@ -119,7 +108,7 @@ class LBFGSAscent(Ascent):
             if self.share > MIN_SHARE or self.with_diagonal:
                 self.share *= BACKTRACK
             elif self.memory.count <= 1:  # the direction was the gradient itself
-                return True
+                stuck = True
             else:
                 self._turn(best, forget=True)
         else:
@@ -128,8 +117,12 @@ class LBFGSAscent(Ascent):
             self.steps += 1
             refresh = self.steps >= FIRST_REFRESH and self.steps.bit_count() == 1
             self._turn(point._replace(curvature=best.curvature), forget=False)
-        self.with_diagonal = refresh
-        return False
+        self.at_mode = self.idle >= MAX_IDLE
+        ends = self.at_mode or stuck or no_more_places
+        self.phase = AscentPhase.GOING_BACK if ends else self.phase
+        self.with_diagonal = ends or refresh
+        x = point.x if self.best is None else self.best.x
+        self.trial = x if self.with_diagonal else x + self.share * self.direction
 
     def _turn(self, best: Expansion[np.ndarray], *, forget: bool) -> None:
         """Take the best point, and the next direction from there."""
@@ -150,13 +143,7 @@ class LBFGSSearch(ModeSearch[LBFGSAscent, PlacesToTry]):
     """The search by L-BFGS; it integrates no effects out."""
 
     aside = NUDGE
-
-    @property
-    def effects(self) -> np.ndarray:
-        return np.zeros(0, int)
-
-    def ascent(self, place: np.ndarray) -> LBFGSAscent:
-        return LBFGSAscent(place)
+    ascent = LBFGSAscent
 
     def messages(self) -> tuple[PlacesToTry, SiloExpansion[Any]]:
         k, n = self.num_starts, flat_size(self.model)
@@ -172,8 +159,7 @@ class LBFGSSearch(ModeSearch[LBFGSAscent, PlacesToTry]):
 
             def at_start(args: tuple[Array, Rows, SiloExpansion[Array]]) -> Any:
                 x, z_L, before = args
-                of_silo = silo_log_likelihood(self.model, state.private, data, z_L)
-                up, modes, finite = silo_expansion(derive, of_silo, x)
+                up, modes, finite = silo_expansion(derive, self.model, state.private, data, z_L, x)
                 # The modes of a failed point are no start for the next search.
                 return up, where(finite, (modes, up), (z_L, before))
 
@@ -186,24 +172,20 @@ class LBFGSSearch(ModeSearch[LBFGSAscent, PlacesToTry]):
     def answer_mode(
         self, noise: object, down: PlacesToTry, state: SearchState, data: SiloData
     ) -> tuple[Reply[SiloExpansion[np.ndarray]], SearchState]:
-        found = jax.block_until_ready(self._at_silos((), down, state, data))
-        up, (modes, place) = found
+        up, (modes, place) = jax.block_until_ready(self._at_silos((), down, state, data))
         told: SiloExpansion[np.ndarray] = jax.tree.map(np.asarray, up)
         return Reply(told, np.ones(len(told.value), bool)), state._replace(z_L=modes, place=place)
 
     @cached_property
     def _prior(self) -> Callable[[Numbers, Numbers], Expansion[Array]]:
         """Return the server's program: ``(places, with_diagonal)`` to expansions (starts, ...)."""
-        unravel = unraveller(self.model)
-
-        def log_prior(x: Array) -> tuple[Array, tuple[()]]:
-            return self.model.smoothed.log_prior(*unravel(x)), ()
-
-        def program(places: Numbers, with_diagonal: Numbers) -> Expansion[Array]:
-            diagonal = jnp.asarray(with_diagonal)
-            return jax.lax.map(lambda x: with_slope(log_prior, x, diagonal)[0], jnp.asarray(places))
-
-        return jax.jit(program)
+        log_prior = partial(log_prior_of, self.model, self.effects, np.zeros((0, 0)))
+        return jax.jit(
+            lambda places, with_diagonal: jax.lax.map(
+                lambda x: with_slope(log_prior, x, jnp.asarray(with_diagonal))[0],
+                jnp.asarray(places),
+            )
+        )
 
     def ask_and_advance(
         self, ask: AskSilos, ascents: list[LBFGSAscent], places: np.ndarray
@@ -225,10 +207,11 @@ def with_slope(
     def diagonal() -> Array:
         _, column = jax.linearize(jax.grad(lambda x: f(x)[0]), x)
 
-        def entry(i: Array) -> Array:
-            return -column(jnp.zeros_like(x).at[i].set(1.0))[i]
-
-        return jax.lax.map(entry, jnp.arange(len(x)), batch_size=min(BATCH, len(x)))
+        return jax.lax.map(
+            lambda i: -column(jnp.zeros_like(x).at[i].set(1.0))[i],
+            jnp.arange(len(x)),
+            batch_size=min(BATCH, len(x)),
+        )
 
     return Expansion(
         x, value, g, jax.lax.cond(with_diagonal, diagonal, lambda: jnp.zeros_like(x))

@@ -1,17 +1,40 @@
-"""The mode of a posterior, and other modes, from the end of a search."""
+"""The mode of a posterior, and other modes, from the end of a search.
+
+One exchange more checks that the density falls around the mode as its curvature says.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from numpyro_fed.basics.trees import element_name
-from numpyro_fed.search.curvature_check import Profile
-from numpyro_fed.search.expand import ROUNDING_UNITS, effects_of, unraveller
+from numpyro_fed.basics.programs import jit_once
+from numpyro_fed.basics.trees import Numbers, element_name
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.numerics.gaussian import Curvature
+from numpyro_fed.rounds.exchange import AskSilos, Exchange
+from numpyro_fed.rounds.names import AROUND_MODE
+from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
+from numpyro_fed.search.expand import (
+    FEW_COORDINATES,
+    ROUNDING_UNITS,
+    SIDE_BY_SIDE,
+    SearchState,
+    columns_at_once,
+    effects_of,
+    flat_size,
+    log_prior_of,
+    shape,
+    silo_log_likelihood,
+    unravelled,
+)
 from numpyro_fed.search.influence import Factors
 from numpyro_fed.search.mode_search import BestPoints, best_start
 from numpyro_fed.text.log_density import FederatedModel
@@ -22,6 +45,18 @@ MODES_APART = 3.0
 # Share of the mass below which a missed mode is not reported. A larger value hides small
 # modes; a smaller one warns of modes that are none, since shares by Laplace's evidence are rough.
 MIN_MASS = 0.02
+# Distances from the mode, in sds by the curvature, at which the density is evaluated when a search
+# has ended. At 1 and 3 it must fall as the parabola says. 30 is for directions whose curvature is
+# no more than rounding, and which may be flat or only very wide.
+CHECK_DISTANCES = (30.0, 3.0, 1.0)
+# Nats by which a density must have fallen three sds from the mode, where a normal density has
+# fallen by 4.5. A heavy tail falls by less than normal; an open direction does not fall at all.
+MIN_FALL = 0.1
+# A density that repeats is the same after one period and two, up to this share of it in units of
+# eps, and differs after a PART of one by TELLS times as much. It is tried ASIDE sds off the mode,
+# where it has a slope. A PART of a half or a third would miss a density that repeats
+# two or three times in a period: it is the same there, too.
+SAME, TELLS, ASIDE, PART = 1e4, 10.0, 0.5, 0.382
 
 
 class LocalMode(NamedTuple):
@@ -167,9 +202,8 @@ def mode_of_search(
     num_exchanges: int,
 ) -> Mode:
     """Return the mode at the end of a search."""
-    i, names, copy = int(best_start(search)), coordinate_names(fm), None
+    i, num_theta, copy = int(best_start(search)), search.best.x.shape[1] - fm.dim, None
     curvature = np.asarray(search.best.curvature[i], float)
-    value, flat = float(search.best.value[i]), tuple[str, ...]()
     x, _, gradient, metric = (np.asarray(a[i]) for a in search.best)
     if metric.ndim == 2 and search.at_mode[i]:
         # A last step of Newton's method, at most a hundredth of an sd long, needs no exchange:
@@ -178,61 +212,44 @@ def mode_of_search(
         values, axes = np.linalg.eigh(metric / unit / unit[:, None])
         if values.min() > ROUNDING_UNITS * len(x) * np.finfo(x.dtype).eps:
             x = x + (axes @ (axes.T @ (gradient / unit) / values) / unit).astype(x.dtype)
-    theta, z_G = unraveller(fm)(x)
+    theta, z_G = unravelled(fm, x)
     if profile is not None:
-        flat = profile.open_directions(value, names)
-        periods = np.asarray(profile.periods, float)[len(x) - fm.dim :]
+        periods = np.asarray(profile.periods, float)[num_theta:]
         copy = OneCopy(z_G, periods) if np.isfinite(periods).any() else None
-    evidence = None if flat else _log_evidence(fm, value, curvature)
-    sites = jax.tree.map(np.asarray, fm.constrain_global(theta, jax.device_put(z_G)))
-    return Mode(
-        sites=sites,
-        theta=jax.tree.map(np.asarray, fm.constrain_theta(theta)),
-        z_G=z_G,
-        curvature=curvature,
-        log_evidence=evidence,
-        num_exchanges=num_exchanges,
-        converged=bool(search.at_mode[i]) and not flat,
-        values=np.where(search.known, search.best.value, -np.inf),
-        names=names,
-        flat=flat,
-        others=_other_modes(fm, search, i, copy),
-        copy=copy,
-    )
-
-
-def _other_modes(
-    fm: FederatedModel, search: BestPoints[Any], best: int, copy: OneCopy | None
-) -> tuple[LocalMode, ...]:
-    """Return the modes of other starts than the best one, each once, in order of their evidence."""
-    num_theta = search.best.x.shape[1] - fm.dim
-    modes: list[LocalMode] = []
-    for i in (best, *np.flatnonzero(search.known & search.at_mode).tolist()):
-        curvature = np.asarray(search.best.curvature[i], float)
-        evidence = _log_evidence(fm, float(search.best.value[i]), curvature)
-        if evidence is not None:
-            place = np.asarray(search.best.x[i][num_theta:])
-            place = place if copy is None else copy.copy_of(place)
-            modes.append(LocalMode(place, curvature[num_theta:, num_theta:], evidence))
+    flat = () if profile is None else profile.flat
+    # Modes of all starts; others than the best one each once, in order of their evidence.
+    modes, effects = list[LocalMode](), effects_of(fm)
+    number = fm.dim - len(effects)
+    for j in (i, *np.flatnonzero(search.known & search.at_mode).tolist()):
+        A = np.asarray(search.best.curvature[j], float)
+        if A.ndim == 1:  # of a diagonal alone there is no evidence
+            continue
+        # Effects are integrated out of the value: their share of the determinant is taken out.
+        log_det = np.linalg.slogdet(A[num_theta:, num_theta:])[1]
+        log_det -= np.linalg.slogdet(A[np.ix_(effects, effects)])[1]
+        value = float(search.best.value[j])
+        evidence = float(value + 0.5 * (number * np.log(2 * np.pi) - log_det))
+        place = np.asarray(search.best.x[j][num_theta:])
+        place = place if copy is None else copy.copy_of(place)
+        modes.append(LocalMode(place, A[num_theta:, num_theta:], evidence))
     distinct = modes[:1]
     for p in sorted(modes[1:], key=lambda p: -p.log_evidence):
         if all(distance(q, p.z_G[None])[0] > MODES_APART for q in distinct):
             distinct.append(p)
-    return tuple(distinct[1:])
-
-
-def _log_evidence(fm: FederatedModel, value: float, curvature: np.ndarray) -> float | None:
-    """Return Laplace's evidence at a mode with log density ``value``; None for a diagonal.
-
-    Effects are integrated out of ``value`` already: their share of the determinant is taken out.
-    """
-    if curvature.ndim == 1:
-        return None
-    num_theta, effects = len(curvature) - fm.dim, effects_of(fm)
-    number = fm.dim - len(effects)
-    log_det = np.linalg.slogdet(curvature[num_theta:, num_theta:])[1]
-    log_det -= np.linalg.slogdet(curvature[np.ix_(effects, effects)])[1]
-    return float(value + 0.5 * (number * np.log(2 * np.pi) - log_det))
+    return Mode(
+        sites=jax.tree.map(np.asarray, fm.constrain_global(theta, jax.device_put(z_G))),
+        theta=jax.tree.map(np.asarray, fm.constrain_theta(theta)),
+        z_G=z_G,
+        curvature=curvature,
+        log_evidence=modes[0].log_evidence if modes and not flat else None,
+        num_exchanges=num_exchanges,
+        converged=bool(search.at_mode[i]) and not flat,
+        values=np.where(search.known, search.best.value, -np.inf),
+        names=coordinate_names(fm),
+        flat=flat,
+        others=tuple(distinct[1:]),
+        copy=copy,
+    )
 
 
 def coordinate_names(fm: FederatedModel) -> tuple[str, ...]:
@@ -241,3 +258,166 @@ def coordinate_names(fm: FederatedModel) -> tuple[str, ...]:
     sites = [(name, theta[name].shape) for name in sorted(theta)]
     sites += [(site.name, site.shape) for site in fm.named("latent")]
     return tuple(element_name(name, i) for name, shape in sites for i in np.ndindex(shape))
+
+
+class CheckPoints(NamedTuple):
+    """Points (k, n) at which the density is evaluated, and the index of the search they belong to.
+
+    A silo starts from the modes of its locals in that search.
+    """
+
+    places: Numbers
+    start: Numbers
+
+
+class Profile(NamedTuple):
+    """The density around the highest point.
+
+    ``flat``: The directions in which it does not fall, as combinations of coordinates' names.
+    ``periods`` (n,): The shift of a coordinate after which the density is what it was, as of an
+        angle; infinite where it does not repeat. It is looked for where a prior is flat: elsewhere
+        copies differ.
+    """
+
+    flat: tuple[str, ...]
+    periods: np.ndarray
+
+
+def _flat_coordinates(fm: FederatedModel) -> np.ndarray:
+    """Return the coordinates whose prior is flat."""
+    sites = [s for s in fm.named("latent") if s.name in fm.improper]
+    ranges = [np.arange(s.start, s.stop) for s in sites]
+    return flat_size(fm) - fm.dim + np.concatenate([np.zeros(0, int), *ranges])
+
+
+def shifted_places(
+    search: BestPoints[np.ndarray], flat: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return shifts (f, s) of ``flat`` coordinates (f,) after which the density may be the same.
+
+    They are a turn, in radians, and the distances from the mode to where other starts came to rest.
+    With them come places (1 + 3 f s, n): one near the mode, and the same after a shift, two shifts,
+    and a part of one.
+    """
+    i = best_start(search)
+    x, unit = search.best.x[i], Curvature.of(search.best.curvature[i]).unit
+    base = x + ASIDE / unit
+    turn = np.full((1, len(flat)), 2 * np.pi, x.dtype)
+    shifts = np.concatenate([turn, np.abs(search.best.x[:, flat] - x[flat])]).T
+    steps = shifts[:, :, None] * np.array([1.0, 2.0, PART], x.dtype)
+    shifted = base + steps[..., None] * np.eye(len(x), dtype=x.dtype)[flat][:, None, None]
+    return shifts, np.concatenate([base[None], shifted.reshape(-1, len(x))])
+
+
+def periods_of(shifts: np.ndarray, densities: np.ndarray) -> np.ndarray:
+    """Return the period (f,) of each flat coordinate, from the densities at all places.
+
+    A turn counts before shorter periods: what users see of an angle repeats with it.
+    """
+    base, after = densities[0], densities[1:].reshape(*shifts.shape, 3)
+    allowed = SAME * np.finfo(base.dtype).eps * max(1.0, abs(base))
+    once, twice, part = np.moveaxis(np.abs(after - base), -1, 0)
+    found = (once <= allowed) & (twice <= allowed) & (part > TELLS * allowed)
+    shortest = np.where(found, shifts, np.inf).min(1, initial=np.inf)
+    return np.where(found[:, 0], shifts[:, 0], shortest)
+
+
+@dataclass(frozen=True, eq=False)
+class CurvatureCheck:
+    """The question to silos how the density falls around the mode that a search has found.
+
+    A search knows the curvature alone. Where a likelihood levels off, as for separable logistic
+    regression, each step predicts a small gain, and the search ends as it does at a mode. Where
+    priors are flat, the density may repeat: periods are looked for as well.
+
+    ``num_starts``: Searches side by side.
+    """
+
+    model: FederatedModel
+    num_starts: int
+
+    @cached_property
+    def exchange(self) -> Exchange[Any, Any, Any]:
+        """Return the exchange in which silos tell their log likelihoods around the mode."""
+        fm = self.model
+        n, f = flat_size(fm), len(_flat_coordinates(fm))
+        size = 4 * n * len(CHECK_DISTANCES) + (1 + 3 * f * (1 + self.num_starts) if f else 0)
+        start: Any = jax.ShapeDtypeStruct((), np.int32)
+
+        def values(noise: object, down: CheckPoints, state: SearchState, data: SiloData) -> Array:
+            z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
+            of_silo = partial(silo_log_likelihood, fm, state.private, data, z_L)
+            side_by_side = min(columns_at_once(fm), len(down.places))
+            return jax.lax.map(lambda x: of_silo(x)[0], down.places, batch_size=side_by_side)
+
+        return StackedExchange(
+            AROUND_MODE,
+            stacked_reply(values, little=n <= FEW_COORDINATES),
+            lenient=True,
+            messages=lambda: (CheckPoints(shape(size, n), start), shape(size)),
+        )
+
+    @cached_property
+    def _log_prior(self) -> Callable[[Numbers, Numbers], Array]:
+        """Return the server's program: ``(A_b, places)`` to log priors at the places."""
+        effects = effects_of(self.model)
+        return jit_once(
+            lambda of_effects, places: jax.lax.map(
+                lambda x: log_prior_of(self.model, effects, jnp.asarray(of_effects), x)[0],
+                jnp.asarray(places),
+                batch_size=min(SIDE_BY_SIDE, len(places)),
+            )
+        )
+
+    @np.errstate(all="ignore")
+    def ask(self, ask: AskSilos, search: BestPoints[np.ndarray]) -> Profile:
+        """Return the profile of the density at the best place of a search, in one exchange."""
+        i = best_start(search)
+        x, curvature = search.best.x[i], Curvature.of(search.best.curvature[i])
+        threshold = ROUNDING_UNITS * len(x) * np.finfo(x.dtype).eps
+        axes = np.concatenate([curvature.vectors, np.eye(len(x), dtype=x.dtype)], 1)
+        values = np.concatenate([curvature.values, np.ones(len(x), x.dtype)])
+        # A direction whose curvature is no more than rounding is looked at farther out.
+        sds = (axes / np.sqrt(np.maximum(values, threshold)) / curvature.unit[:, None]).T
+        unsure = np.where((values <= threshold)[:, None], sds, 0.0)
+        offsets = [
+            side * distance * (unsure if distance == CHECK_DISTANCES[0] else sds)
+            for distance in CHECK_DISTANCES
+            for side in (1, -1)
+        ]
+        places, around = x + np.concatenate(offsets), len(offsets) * len(sds)
+        if len(improper := _flat_coordinates(self.model)):
+            shifts, shifted = shifted_places(search, improper)
+            places = np.concatenate([places, shifted])
+        places = places.astype(x.dtype)
+        of_silos = ask(self.exchange, CheckPoints(places, np.asarray(i, np.int32)))
+        of_prior = jax.block_until_ready(self._log_prior(search.effects_curvature[i], places))
+        densities = np.asarray(of_silos) + np.asarray(of_prior)
+        periods = np.full(len(x), np.inf)
+        if len(improper):
+            periods = periods.astype(densities.dtype)
+            periods[improper] = periods_of(shifts, densities[around:])
+        # A fall within rounding of the density itself is no fall.
+        value = float(search.best.value[i])
+        least = max(MIN_FALL, ROUNDING_UNITS * np.finfo(axes.dtype).eps * abs(value))
+        drops = value - densities[:around]
+        farther, far, near = drops.reshape(len(CHECK_DISTANCES), 2, -1)
+        # Where the density is not finite at three sds, the
+        # fall at one sd decides: of a parabola, a ninth.
+        flat = np.where(
+            np.isnan(far),
+            ~(near >= least * (CHECK_DISTANCES[2] / CHECK_DISTANCES[1]) ** 2),
+            far < least,
+        )
+        # Where the curvature is below what this precision can tell, three of its sds are not far
+        # enough, and a direction that falls at 30 is not open.
+        flat &= ~((farther >= least) & (values <= threshold))
+        # Along an angle three of its sds may be most of a turn, where the density has risen again.
+        angles = np.isfinite(periods)
+        flat &= ~((np.abs(axes[angles]).max(0, initial=0.0) > 0.2) & (near >= least / 9))
+        directions, names = [], coordinate_names(self.model)
+        for k in np.flatnonzero(flat.any(0)):
+            signed = -axes[:, k] if flat[1, k] and not flat[0, k] else axes[:, k]
+            parts = zip(signed, names, strict=True)
+            directions.append(" ".join(f"{w:+.2f} {name}" for w, name in parts if abs(w) > 0.2))
+        return Profile(tuple(directions), periods)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
@@ -36,7 +36,7 @@ from numpyro_fed.search.expand import (
     SiloExpansion,
     flat_size,
     prior_draws,
-    unraveller,
+    unravelled,
 )
 from numpyro_fed.text.log_density import FederatedModel
 
@@ -64,15 +64,12 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
     init_loc_fn: Callable[..., Any] | None
     max_places: int | None
     aside: ClassVar[float]  # the distance of the first start from the model's own
+    ascent: ClassVar[type[Any]]  # that from one place (n,)
 
     @property
-    @abstractmethod
     def effects(self) -> np.ndarray:
         """Return the coordinates (c,) that are integrated out."""
-
-    @abstractmethod
-    def ascent(self, place: np.ndarray) -> AnyAscent:
-        """Return the search from one place (n,)."""
+        return np.zeros(0, int)
 
     @cached_property
     def prior_draws(self) -> np.ndarray | None:
@@ -88,9 +85,6 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
     def opening_exchanges(self) -> tuple[Exchange[Any, Any, Any], ...]:
         """Return the exchanges before the first place."""
         return ()
-
-    def begin_at_own_modes(self, ask: AskSilos, ascents: list[AnyAscent]) -> None:
-        """Make the opening exchanges, if there are any: they may move the first places."""
 
     @abstractmethod
     def messages(self) -> tuple[Message, SiloExpansion[Any]]:
@@ -138,7 +132,7 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
         ask: AskSilos,
         ascents: list[AnyAscent],
         max_exchanges: int,
-        shown: Callable[[float], None] = lambda value: None,
+        shown: Callable[[float], None],
     ) -> BestPoints[Any]:
         """Return where ascents end, after so many exchanges at most."""
         for _ in range(max_exchanges):
@@ -165,11 +159,7 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
         The server's state is a placeholder, of the shapes that the search ends with.
         """
         fm, (_, like), c = self.model, self.messages(), len(self.effects)
-        unravel = unraveller(fm)
-
-        def no_reply() -> SiloExpansion[Array]:
-            zeros: SiloExpansion[Array] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-            return zeros
+        no_reply = partial(jax.tree.map, lambda a: jnp.zeros(a.shape, a.dtype), like)
 
         def init_server(key: Array) -> BestPoints[Any]:
             value, x, curvature = no_reply()
@@ -185,7 +175,7 @@ class ModeSearch(ABC, Generic[AnyAscent, Message]):
             return SearchState(z_L, none, fm.init_private(key, data), unknown)
 
         def shared(state: BestPoints[Any]) -> Shared:
-            theta, z_G = unravel(jnp.asarray(state.best.x)[best_start(state)])
+            theta, z_G = unravelled(fm, jnp.asarray(state.best.x)[best_start(state)])
             return Shared(theta, {"loc": z_G}, identity(z_G.shape))
 
         round_ = Round((self.exchange,))

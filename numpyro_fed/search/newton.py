@@ -16,7 +16,7 @@ damping :math:`\lambda` shrinks after steps whose gain is as predicted, and grow
 Effects and their scale together (``b ~ Normal(mu, tau)``, ``tau ~ HalfNormal(5)``) have no mode:
 the density rises without bound as ``tau`` goes to zero. So global latents whose prior depends on
 other globals are integrated out as well, at the server, with the silos' Hessian held fixed
-(:func:`.expand.prior_of`). Their coordinates in ``z_G`` hold their mode given the others.
+(:func:`.expand.log_prior_of`). Their coordinates in ``z_G`` hold their mode given the others.
 
 Several starts run side by side, one point of each in every message. The server's part is plain
 Python, and so are the steps of a silo's own climb (:mod:`.own_modes`); what depends on the text is
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,14 +51,15 @@ from numpyro_fed.search.expand import (
     shape,
 )
 from numpyro_fed.search.mode_search import Ascent, AscentPhase, ModeSearch, rounding_of
-from numpyro_fed.search.newton_steps import (
+from numpyro_fed.search.own_modes import (
     DAMPING,
     MAX_DAMPING,
     MIN_EIGENVALUE,
+    Parabola,
+    climb_to_own_modes,
     slopes_off_saddles,
     where_at,
 )
-from numpyro_fed.search.own_modes import Parabola, climb_to_own_modes
 
 # Least factor by which a coordinate's scale may change in a step. Without any decay the search took
 # 86 exchanges on posteriordb's mesquite, whose curvature at the start is 1e5 times that at the mode
@@ -83,21 +84,6 @@ MERGED = 1.5
 # another one had come to the mode after forty (docs/results/few_messages.md).
 LATE = 20
 MIN_SHARE = 0.5  # of the silos that came to a mode from the best start, for another start to go on
-
-
-class Step(NamedTuple):
-    """A damped step ``move`` (n,) from the best point.
-
-    ``gain``: What an undamped step would gain, in nats; infinite at a saddle. It says whether the
-        point is a mode.
-    ``promise``: The gain that is predicted for this one.
-    ``damping``: The damping by which it was short enough.
-    """
-
-    move: np.ndarray
-    gain: float
-    promise: float
-    damping: float
 
 
 @dataclass
@@ -130,16 +116,31 @@ class NewtonAscent(Ascent):
         if self.best is None:
             self.halve(no_more_places)
             return
-        step = self._step(self.best)
-        self.damping, self.promise = step.damping, step.promise
-        self.at_mode = better and step.gain <= self.min_gain
+        best = self.best
+        unit = np.sqrt(np.where(self.scale > 0, self.scale, 1.0))
+        curvature = Curvature.of(best.curvature, unit)
+        values, slope = curvature.values, curvature.along(best.gradient)
+        flat = ROUNDING_UNITS * len(unit) * np.finfo(best.gradient.dtype).eps
+        size = np.maximum(np.abs(values), flat)
+        pull = slopes_off_saddles(curvature, best.gradient)
+        # Damped until it is short enough in the metric; where none is, the least damped.
+        for times in (*DAMPINGS, 1.0) if self.metric is not None else DAMPINGS[:1]:
+            along = pull / (size + self.damping * times)
+            move = curvature.across(along)
+            if self.metric is None or np.sqrt(move @ self.metric @ move) <= LONGEST:
+                break
+        self.damping *= times
+        self.promise = float(slope @ along - 0.5 * (values * along**2).sum())
+        # What an undamped step would gain, in nats; at a saddle there is no mode.
+        at_peak = (values > -flat).all()
+        gain = float(0.5 * (slope**2 / size).sum()) if at_peak else np.inf
+        self.at_mode = better and gain <= self.min_gain
         stuck = self.damping > MAX_DAMPING or self.idle >= MAX_IDLE
         if self.at_mode:  # the trial was the best point, and silos' modes are those there
             self.phase = AscentPhase.ENDED
         elif stuck or no_more_places:
             self.phase = AscentPhase.GOING_BACK
-        climbs = self.phase is AscentPhase.CLIMBING
-        self.trial = self.best.x + step.move if climbs else self.best.x
+        self.trial = best.x + move if self.phase is AscentPhase.CLIMBING else best.x
 
     def _keep_if_better(self, point: Expansion[np.ndarray], of_effects: np.ndarray) -> bool:
         """Keep the point if it is better than the best one, adapt the damping; return whether."""
@@ -170,38 +171,17 @@ class NewtonAscent(Ascent):
             self.scale = np.maximum(diagonal, shrunk)
         return better
 
-    def _step(self, best: Expansion[np.ndarray]) -> Step:
-        """Return the damped step from the best point."""
-        unit = np.sqrt(np.where(self.scale > 0, self.scale, 1.0))
-        curvature = Curvature.of(best.curvature, unit)
-        values, slope = curvature.values, curvature.along(best.gradient)
-        flat = ROUNDING_UNITS * len(unit) * np.finfo(best.gradient.dtype).eps
-        size = np.maximum(np.abs(values), flat)
-        pull = slopes_off_saddles(curvature, best.gradient)
-        # Damped until it is short enough in the metric; where none is, the least damped.
-        for times in (*DAMPINGS, 1.0) if self.metric is not None else DAMPINGS[:1]:
-            along = pull / (size + self.damping * times)
-            move = curvature.across(along)
-            if self.metric is None or np.sqrt(move @ self.metric @ move) <= LONGEST:
-                break
-        promise = float(slope @ along - 0.5 * (values * along**2).sum())
-        at_peak = (values > -flat).all()
-        gain = float(0.5 * (slope**2 / size).sum()) if at_peak else np.inf
-        return Step(move, gain, promise, self.damping * times)
-
 
 @dataclass(frozen=True, eq=False)
 class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
     """The search by Newton's method, which begins at the sum of silos' own modes."""
 
     aside = ASIDE
+    ascent = NewtonAscent
 
     @cached_property
     def effects(self) -> np.ndarray:
         return effects_of(self.model)
-
-    def ascent(self, place: np.ndarray) -> NewtonAscent:
-        return NewtonAscent(place)
 
     @cached_property
     def expand(self) -> Expand:
@@ -237,22 +217,26 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
         size = len(state.top)
         places = np.broadcast_to(down, (size, *down.shape))
         prior_share = 1 / self.num_silos
-        found = climb_to_own_modes(self.expand, self.prior, prior_share, places, state, data)
+        told, log_likelihood, modes = climb_to_own_modes(
+            self.expand, self.prior, prior_share, places, state, data
+        )
         # A silo that came to no mode says nothing, and the others decide: where nothing is finite,
         # or a likelihood has kinks and so no curvature but the prior's.
-        known = found.arrived & np.isfinite(found.log_likelihood)
-        modes = found.modes_of_rows.items()
-        z_L = {p: where_at(found.arrived, new, state.z_L[p]) for p, new in modes}
-        tops = np.where(known, found.log_likelihood, state.top).astype(down.dtype)
-        after = state._replace(z_L=z_L, top=tops)
-        return Reply(found.parabolas(), np.ones(size, bool)), after
+        arrived = told.arrived > 0
+        known = arrived & np.isfinite(log_likelihood)
+        z_L = {p: where_at(arrived, new, state.z_L[p]) for p, new in modes.items()}
+        tops = np.where(known, log_likelihood, state.top).astype(down.dtype)
+        return Reply(told, np.ones(size, bool)), state._replace(z_L=z_L, top=tops)
 
     @np.errstate(all="ignore")
-    def begin_at_own_modes(self, ask: AskSilos, ascents: list[NewtonAscent]) -> None:
+    def begin_at_own_modes(
+        self, ask: AskSilos, ascents: list[NewtonAscent], places: np.ndarray | None = None
+    ) -> None:
         """Let all ascents begin at the highest point of the sum of the silos' parabolas.
 
         One whose sum is not finite stays where it is. Those from where only few silos came to a
-        mode are given up, if others led somewhere.
+        mode are given up, if others led somewhere. If there are ``places`` (k, n), modes of nearly
+        the same data, half of the ascents begin there.
         """
         for exchange in self.opening_exchanges:
             total = ask(exchange, np.stack([ascent.trial for ascent in ascents]))
@@ -263,9 +247,8 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
                     ascent.trial, ascent.metric = x, curvature.matrix()
                 if total.arrived[i] < MIN_SHARE * total.arrived.max():
                     ascent.phase = AscentPhase.ENDED
-
-    def begin_near(self, ascents: list[NewtonAscent], places: np.ndarray) -> None:
-        """Let half of the ascents begin at places (k, n), at modes of nearly the same data."""
+        if places is None:
+            return
         for ascent in ascents:
             ascent.min_gain = MIN_GAIN_NEAR
         # The other half begins where it did: other data may have modes where there were none.

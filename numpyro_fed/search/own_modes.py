@@ -16,6 +16,8 @@ and the search goes on from the highest point of the sum,
 That is one-shot averaging of the silos' posteriors by their precisions, and where all are normal it
 is the mode. Here it is only where the search begins. Steps of a silo cost no exchange. Silos of one
 process climb side by side, so that a step of all of them is one call of the search's program.
+
+What these steps have in common with those of the search itself (:mod:`.newton`) is at the end.
 """
 
 from __future__ import annotations
@@ -23,19 +25,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.gaussian import Curvature
 from numpyro_fed.search.expand import Expand, Expansion, Prior, SearchState
 from numpyro_fed.search.mode_search import MAX_PROMISE_PER_DIM
-from numpyro_fed.search.newton_steps import (
-    DAMPING,
-    MAX_DAMPING,
-    MIN_EIGENVALUE,
-    is_finite,
-    slopes_off_saddles,
-    where_at,
-)
 from numpyro_fed.text.sites import Rows
 
 # Steps of a silo. From zero the six cities take 16. A Poisson rate that is far too high comes down
@@ -43,34 +38,24 @@ from numpyro_fed.text.sites import Rows
 MAX_STEPS = 150
 # Predicted gain, in nats, at which a silo stops: the search goes on from there.
 MIN_STEP_GAIN = 1e-2
-
-
-class OwnModes(NamedTuple):
-    """The places at which climbs of silos have ended, for each start.
-
-    ``expansion``: The silo's share of the posterior there.
-    ``log_likelihood`` (silos, starts): Its log likelihood.
-    ``modes_of_rows``: Those of its latents, given the place.
-    ``arrived`` (silos, starts) bool: Whether it is a mode, where another step promises little.
-    """
-
-    expansion: Expansion[np.ndarray]
-    log_likelihood: np.ndarray
-    modes_of_rows: Rows
-    arrived: np.ndarray
-
-    def parabolas(self) -> Parabola:
-        """Return the messages, zeros of silos that came to no mode."""
-        A = Curvature.of(self.expansion.curvature).positive(MIN_EIGENVALUE).matrix()
-        b = (A @ self.expansion.x[..., None])[..., 0] + self.expansion.gradient
-        where = self.arrived
-        return Parabola(where_at(where, A, 0.0), where_at(where, b, 0.0), where.astype(A.dtype))
+DAMPING = 1e-2  # at the start, for curvatures scaled to one: almost a full Newton step
+MAX_DAMPING = 1e8  # steps are 1e-8 of a unit: rounding decides whether they gain
+# Least eigenvalue of a parabola, of the largest: a direction that a silo knows nothing about still
+# has the prior's share, and one that its own rows leave flat must not draw the sum far away.
+MIN_EIGENVALUE = 1e-6
+# The least length of a step along a direction in which the density curves upwards, in sds as if it
+# curved downwards as much: from a symmetric point, as equal means of two clusters, a gradient alone
+# leads away too slowly. It gains 4 nats, which rounding of a log density of 10^6 does not hide.
+KICK = 3.0
+LEAST_PROMISE = 1.0  # nats by the gradient alone, below which a point may be a saddle
+UPWARDS = 0.1  # of a coordinate's curvature: in a valley along which little changes signs are noise
 
 
 class Parabola(NamedTuple):
     """A silo's message: the negative Hessian (n, n), ``b`` (n,), and 1, for each start.
 
-    All are zero where its climb came to no mode, so that the sum of the last counts silos.
+    All are zero where its climb came to no mode, at which another step promises little, so that the
+    sum of the last counts silos.
     """
 
     A: np.ndarray
@@ -87,9 +72,10 @@ def climb_to_own_modes(
     data: SiloData,
     *,
     fixed: int = 0,
-) -> OwnModes:
-    """Return where damped Newton climbs of silos end, from places (silos, starts, n).
+) -> tuple[Parabola, np.ndarray, Rows]:
+    """Return what silos say where their damped Newton climbs from places (silos, starts, n) end.
 
+    With it come their log likelihoods there (silos, starts), and the modes of their rows.
     ``prior_share`` is a silo's of the ``prior``, which has no effects. The ``fixed`` first
     coordinates stay as they are.
     """
@@ -131,4 +117,33 @@ def climb_to_own_modes(
     A = Curvature.of(expansion.curvature).positive(MIN_EIGENVALUE).matrix()
     promise = 0.5 * (expansion.gradient * Curvature.of(A).solve(expansion.gradient)).sum(-1)
     arrived = is_finite(expansion) & (promise <= MAX_PROMISE_PER_DIM * n)
-    return OwnModes(expansion, log_likelihood, z_L, arrived)
+    b = (A @ expansion.x[..., None])[..., 0] + expansion.gradient
+    told = where_at(arrived, A, 0.0), where_at(arrived, b, 0.0), arrived.astype(A.dtype)
+    return Parabola(*told), log_likelihood, z_L
+
+
+def slopes_off_saddles(curvature: Curvature[np.ndarray], gradient: np.ndarray) -> np.ndarray:
+    """Return the slopes (..., n) along eigenvectors, lengthened at a saddle in upward directions.
+
+    It is a saddle where the gradient (..., n) alone promises less than :data:`LEAST_PROMISE`, and
+    directions are upward along which the density clearly curves upwards.
+    """
+    values, slope = curvature.values, curvature.along(gradient)
+    size = np.maximum(np.abs(values), UPWARDS)
+    at_rest = 0.5 * (slope**2 / size).sum(-1, keepdims=True) < LEAST_PROMISE
+    least = np.where((values < -UPWARDS) & at_rest, KICK * np.sqrt(np.abs(values)), 0.0)
+    # The sign of a slope near zero is rounding's. That of a fixed vector is the same at all silos.
+    fixed = (1.0 + np.arange(values.shape[-1])) @ curvature.vectors
+    sign = np.where(np.abs(slope) < least, fixed, slope)
+    return np.where(sign < 0, -1.0, 1.0) * np.maximum(np.abs(slope), least)
+
+
+def is_finite(expansion: Expansion[np.ndarray]) -> np.ndarray:
+    """Return whether all numbers of expansions (silos, starts, ...) are finite."""
+    flat = [np.isfinite(a).reshape(*expansion.value.shape, -1).all(-1) for a in expansion]
+    return np.asarray(np.logical_and.reduce(flat))
+
+
+def where_at(condition: np.ndarray, one: ArrayLike, other: ArrayLike) -> np.ndarray:
+    """Return one or the other array (silos, starts, ...) by a condition (silos, starts)."""
+    return np.where(condition.reshape(*condition.shape, *[1] * (np.ndim(one) - 2)), one, other)

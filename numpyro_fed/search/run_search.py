@@ -1,7 +1,7 @@
 """A search for the mode, from its first exchange to its end, and whether a run may begin there.
 
 The search is that of :mod:`.newton`, or of :mod:`.lbfgs` for many globals. Its end is judged here
-(:func:`curvature_usable`), and by one exchange more in :mod:`.curvature_check`.
+(:func:`curvature_usable`), and by one exchange more in :mod:`.mode`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.rounds.runtime import Runtime
 from numpyro_fed.rounds.silos import Batches, Stacks
 from numpyro_fed.rounds.step import Conversation
-from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unraveller
+from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unravelled
 from numpyro_fed.search.influence import Factors, SiloPull
 from numpyro_fed.search.mode_search import MAX_PROMISE_PER_DIM, BestPoints, ModeSearch, best_start
 from numpyro_fed.search.newton import NewtonSearch
@@ -53,9 +53,8 @@ def run_search(
     progress = progress_of(progress_bar)
     with progress.under_way(True, max_exchanges):
         ascents = search.first_ascents(key, generator(key))
-        search.begin_at_own_modes(ask, ascents)
-        if places is not None and isinstance(search, NewtonSearch):
-            search.begin_near(ascents, places)
+        if isinstance(search, NewtonSearch):
+            search.begin_at_own_modes(ask, ascents, places)
         return search.run(ask, ascents, max_exchanges, partial(progress.step, 1)), ask
 
 
@@ -100,8 +99,8 @@ def curvature_usable(fm: FederatedModel, search: BestPoints[Any]) -> bool:
     diagonal = np.abs(np.diagonal(A))
     if search.at_mode[i]:
         return bool((diagonal > 0).all())
-    unravel = unraveller(fm)
-    of_prior = jit_once(jax.hessian(lambda x: fm.smoothed.log_prior(*unravel(x))))(search.best.x[i])
+    log_prior = jax.hessian(lambda x: fm.smoothed.log_prior(*unravelled(fm, x)))
+    of_prior = jit_once(log_prior)(search.best.x[i])
     of_silos = np.diagonal(A) + np.diagonal(np.asarray(of_prior, float))
     if (np.abs(of_silos) <= NO_SHARE * diagonal).any():
         return False

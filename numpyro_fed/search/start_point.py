@@ -25,7 +25,7 @@ from numpyro_fed.guides.laplace import Laplace
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import Curvature, Frame, Gaussian
 from numpyro_fed.rounds.states import CarriedSilo
-from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unraveller
+from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unravelled
 from numpyro_fed.search.lbfgs import nonzero
 from numpyro_fed.search.mode_search import BestPoints, best_start
 from numpyro_fed.text.log_density import FederatedModel
@@ -60,11 +60,6 @@ class StartPoint(NamedTuple):
     centre: Array
     root: Array
 
-    @property
-    def wide(self) -> bool:
-        """Return whether the globals are too many for a covariance matrix."""
-        return self.root.ndim == 1
-
     def frame(self, guide: GlobalGuide[Any]) -> Frame:
         """Return the frame in which a guide of the globals works from this point."""
         theta = jax.tree.map(Gaussian.of_root, self.theta, self.unit)
@@ -83,17 +78,17 @@ class StartMessage(NamedTuple):
 
 def start_at_mode(fm: FederatedModel, search: BestPoints[Any]) -> StartMessage:
     """Return the start at the highest point that the searches found."""
-    i, unravel = best_start(search), unraveller(fm)
+    i = best_start(search)
     x, curvature = search.best.x[i], search.best.curvature[i]
-    theta, centre = unravel(x)
+    theta, centre = unravelled(fm, x)
     num_theta = len(x) - fm.dim  # ``x`` is theta first, then the globals
     if curvature.ndim == 1:
         sd = 1 / jnp.sqrt(nonzero(curvature))
-        return StartMessage(StartPoint(theta, unravel(sd)[0], centre, sd[num_theta:]), i)
+        return StartMessage(StartPoint(theta, unravelled(fm, sd)[0], centre, sd[num_theta:]), i)
     least = jnp.where(search.at_mode[i], min_curvature(x), MIN_CURVATURE_OFF_MODE)
     # The units of theta are marginal sds, from the inverse of the whole matrix. The root of the
     # globals is from their own block, which is their covariance given theta.
-    unit, _ = unravel(jnp.linalg.norm(covariance_root(curvature, least), axis=1))
+    unit, _ = unravelled(fm, jnp.linalg.norm(covariance_root(curvature, least), axis=1))
     return StartMessage(
         StartPoint(theta, unit, centre, covariance_root(curvature[num_theta:, num_theta:], least)),
         i,
@@ -162,9 +157,10 @@ def local_guides_at_mode(
     }
     outer_templates = {p: templates[p] for p in guide.outer_plates}
     row_templates = {p: templates[p] for p in guide.row_plates}
+    wide = point.root.ndim == 1
     guides = {
-        **_with_couplings(outer_guides, origin, outer_templates, point.wide),
-        **_with_couplings(row_guides, zeros, row_templates, point.wide),
+        **_with_couplings(outer_guides, origin, outer_templates, wide),
+        **_with_couplings(row_guides, zeros, row_templates, wide),
     }
     for p, template in templates.items():
         # At zero and without couplings for rows whose mode was not found.
@@ -211,12 +207,13 @@ def _with_couplings(
     found, along = jax.linearize(f, point)
     guides = {p: {**templates[p], **eta} for p, eta in found.items()}
 
-    def column(e: Array) -> dict[str, tuple[Array, Array]]:
-        return {p: (change["loc"], change["log_scale"]) for p, change in along(e).items()}
-
     # Forward mode, sixteen directions at a time: the outputs (all rows) are more than the inputs,
     # and all directions at once would hold as many copies of a silo's derivatives in memory.
-    columns = jax.lax.map(column, jnp.eye(len(point)), batch_size=min(16, len(point)))
+    columns = jax.lax.map(
+        lambda e: {p: (change["loc"], change["log_scale"]) for p, change in along(e).items()},
+        jnp.eye(len(point)),
+        batch_size=min(16, len(point)),
+    )
     for p, parts in columns.items():
         for name, part in zip(("mean_coupling", "scale_coupling"), parts, strict=True):
             if name in templates[p]:

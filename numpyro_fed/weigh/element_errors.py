@@ -138,14 +138,14 @@ class ElementErrors(NamedTuple):
         w, columns = weights[weights > 0], [x[weights > 0] for x in values.T]
         varies = np.array([len(w) < 2 or not (x == x[0]).all() for x in columns], bool)
         found = [_one_element(x, w, islands) for x, v in zip(columns, varies, strict=True) if v]
-        number = len(found)
+        table = np.array(found, float).reshape(-1, 7).T
         return cls(
             tuple(name for name, v in zip(names, varies, strict=True) if v),
             latent[varies],
-            np.array([one.error for one in found]).reshape(number, 3).T,
-            np.array([one.shape for one in found]).reshape(number, 2).T,
-            np.array([one.tail_index for one in found], float),
-            np.array([one.is_power for one in found], bool),
+            table[:3],
+            table[3:5],
+            table[5],
+            table[6].astype(bool),
         )
 
     def known(self, bound: float) -> np.ndarray:
@@ -194,21 +194,10 @@ class ElementErrors(NamedTuple):
         return ", ".join(names[:3] if more else names) + more
 
 
-class OneElement(NamedTuple):
-    """The errors of one element in :class:`ElementErrors`."""
-
-    error: tuple[float, float, float]
-    shape: tuple[float, float]
-    tail_index: float
-    is_power: bool
-
-
-def _one_element(x: np.ndarray, w: np.ndarray, islands: np.ndarray | None) -> OneElement:
-    """Return what draws (n,) with weights (n,) know of one element."""
-    if np.isnan(x).any():
-        return OneElement((np.inf,) * 3, (np.inf,) * 2, np.nan, False)
-    if len(w) < 2:
-        return OneElement((np.inf,) * 3, (np.inf,) * 2, np.inf, False)
+def _one_element(x: np.ndarray, w: np.ndarray, islands: np.ndarray | None) -> tuple[float, ...]:
+    """Return an element's three errors, two shapes, tail index, and if that is of a power."""
+    if np.isnan(x).any() or len(w) < 2:
+        return *(np.inf,) * 5, np.nan if np.isnan(x).any() else np.inf, False
     x = np.clip(x, -LARGEST, LARGEST)
     order = np.argsort(x, kind="stable")
     below = np.cumsum(w[order])
@@ -223,13 +212,13 @@ def _one_element(x: np.ndarray, w: np.ndarray, islands: np.ndarray | None) -> On
     mean = w @ x
     sd = np.sqrt(w @ (x - mean) ** 2)
     if not sd > 0:
-        return OneElement((np.inf, np.inf, score_error), (np.inf, np.inf), 0.0, True)
+        return np.inf, np.inf, score_error, np.inf, np.inf, 0.0, True
     standard = (x - mean) / sd
     with np.errstate(divide="ignore"):
         log_w, log_x = np.log(w), np.log(np.abs(standard))
     shape = tail_shape(log_w + log_x), tail_shape(log_w + 2 * log_x)
     tail = min(_tail(side[side > 0], w[side > 0]) for side in (x, -x))
-    return OneElement((*_errors(standard, w, islands), score_error), shape, *tail)
+    return *_errors(standard, w, islands), score_error, *shape, *tail
 
 
 def _errors(standard: np.ndarray, w: np.ndarray, islands: np.ndarray | None) -> tuple[float, float]:
@@ -263,7 +252,7 @@ def tail_shape(log_terms: np.ndarray) -> float:
     last = np.sort(log_terms)[-number - 1 :]
     above = np.exp(last[1:]) - np.exp(last[0])
     above = above[above > 0]
-    return fit_pareto(above).shape if len(above) >= 5 else 0.0
+    return fit_pareto(above)[0] if len(above) >= 5 else 0.0
 
 
 def _tail(distance: np.ndarray, w: np.ndarray) -> tuple[float, bool]:

@@ -27,10 +27,9 @@ from jax import Array
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.laplace import Laplace
-from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
-from numpyro_fed.guides.silo_bounds import EACH_DRAW, AtDraw, Bound, QuadratureBound, SiloBound
+from numpyro_fed.guides.quadrature import NEARBY
+from numpyro_fed.guides.silo_bounds import AtDraw, Bound, QuadratureBound, SiloBound
 from numpyro_fed.numerics.gaussian import Coordinates
-from numpyro_fed.search.expand import ROUNDING_UNITS
 from numpyro_fed.search.start_point import outer_precision, where_finite
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
@@ -38,48 +37,6 @@ from numpyro_fed.text.sites import Rows, Theta
 # Share of the draws from the latents' prior. It bounds weights by 1 / SHARE times a likelihood. A
 # smaller one bounds them less; a larger one takes draws from the mode, where most of the mass is.
 SHARE = 0.25
-# Nats by which a silo's log likelihood may change with twice the nodes, more at some draws than at
-# others, by root mean square: weights that are off by this share move a mean by so many sds at
-# most, far below the errors of a few thousand draws. What it changes at all of them alike is in the
-# evidence alone, which may be off by more.
-MAX_CHANGE, MAX_COMMON_CHANGE = 0.01, 0.02
-CHECKED = 8  # draws of the fit's guide at which twice the nodes are tried
-
-
-def too_coarse(bound: QuadratureBound, keys: Array, given: AtDraw, values: Array) -> Array:
-    """Return whether log likelihoods (b,) are others with twice the nodes.
-
-    ``given`` has many draws of the globals (:data:`EACH_DRAW`), with a key for each.
-    """
-    theta, data = given.theta, given.data
-    finer = RowIntegrals(bound.model, 2 * bound.nodes, few_places=True)
-
-    def starts_at(key: Array, given: AtDraw) -> Rows:
-        starts = [bound.start(given)]
-        if bound.model.draws_local and not bound.guide.outer_plates:
-            # From draws of the latents' prior the search leads to other modes, if there are any.
-            starts.append(bound.model.draw_local(key, theta, given.z_G, {}, data))
-        return jax.tree.map(lambda *a: jnp.stack(a), *starts)
-
-    def better(z_G: Array, starts: Rows) -> Array:
-        return jax.lax.map(lambda at: finer.log_likelihood(theta, z_G, data, at)[0], starts)
-
-    starts = jax.vmap(starts_at, (0, EACH_DRAW))(keys, given)
-    found = jax.vmap(better, out_axes=1)(given.z_G, starts)
-    rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(values)
-
-    def differ(others: Array) -> Array:
-        change = others - values
-        common = jnp.nanmean(change)
-        apart = jnp.sqrt(jnp.nanmean(jnp.square(change - common)))
-        allowed = rounding.max()
-        few = (apart <= MAX_CHANGE + allowed) & (jnp.abs(common) <= MAX_COMMON_CHANGE + allowed)
-        return ~few
-
-    coarse = differ(found[0]) | jnp.isnan(found[0]).any()
-    for others in found[1:]:  # a draw at which this search finds no mode says nothing
-        coarse |= differ(others) & ~jnp.isnan(others).all()
-    return coarse
 
 
 @dataclass(frozen=True)
@@ -141,7 +98,7 @@ class SiloLikelihood:
             z, keys, terms = self._outer_terms(latents, key_outer, key_rows)
             chosen = jax.random.categorical(key_choice, terms)
             z_outer, key_rows = {p: a[chosen] for p, a in z.items()}, keys[chosen]
-        found = latents.refined_rows(z_outer).row_terms(z_outer, key_rows)
+        found = latents.row_terms(z_outer, key_rows)
         return {p: rows for p, rows in found.items() if p not in self.guide.outer_plates}
 
 
@@ -157,18 +114,6 @@ class _LatentsAt:
     coordinates: Coordinates
     data: SiloData
 
-    def refined_rows(self, z_outer: Rows) -> _LatentsAt:
-        """Return a copy whose guides of rows are at the modes given the latents above them."""
-        guide, laplace = self.likelihood.guide, Laplace(self.likelihood.model)
-        plates = [p for p in guide.row_plates if not guide.locals[p].joint]
-        if not plates:
-            return self
-        outer = jnp.concatenate([jnp.zeros(0), *(z_outer[p].ravel() for p in guide.outer_plates)])
-        start = {**self.start, **z_outer}
-        z = laplace.search(self.theta, self.z_G, self.data, start, NEARBY, fix_outer=True).modes
-        found = laplace.rows_given(self.theta, self.z_G, outer, z, self.data)
-        return self.with_modes({p: found[p] for p in plates})
-
     def with_modes(self, found: Mapping[str, tuple[Array, Array]]) -> _LatentsAt:
         """Return a copy with uncoupled guides at modes with precisions, where these are finite."""
         eta = dict(self.eta)
@@ -180,20 +125,29 @@ class _LatentsAt:
 
     def log_likelihood(self, z_outer: Rows, key: Array) -> Array:
         """Return the log likelihood () given the outer latents, plus the log prior of these."""
-        terms = self.refined_rows(z_outer).row_terms(z_outer, key)
-        return sum((rows.sum() for rows in terms.values()), jnp.zeros(()))
+        terms = self.row_terms(z_outer, key).values()
+        return sum((rows.sum() for rows in terms), jnp.zeros(()))
 
     def row_terms(self, z_outer: Rows, key: Array) -> Rows:
         """Return what each row adds to the log likelihood given the outer latents."""
-        plates, fm = self.likelihood.guide.row_plates, self.likelihood.model
+        guide, fm = self.likelihood.guide, self.likelihood.model
 
         def joint(z: Rows) -> Rows:
             return fm.log_silo(self.theta, self.z_G, {**z_outer, **z}, self.data)
 
-        if not plates:
+        if not guide.row_plates:
             return joint({})
-        number = max(self.likelihood.draws[p] for p in plates)
-        z, log_mixture = self.mixture(plates, number, z_outer, key)
+        refined = self
+        if plates := [p for p in guide.row_plates if not guide.locals[p].joint]:
+            # Guides of rows go to the modes given the latents above them.
+            above = (z_outer[p].ravel() for p in guide.outer_plates)
+            laplace, start = Laplace(fm), {**self.start, **z_outer}
+            z = laplace.search(self.theta, self.z_G, self.data, start, NEARBY, fix_outer=True).modes
+            outer = jnp.concatenate([jnp.zeros(0), *above])
+            found = laplace.rows_given(self.theta, self.z_G, outer, z, self.data)
+            refined = self.with_modes({p: found[p] for p in plates})
+        number = max(self.likelihood.draws[p] for p in guide.row_plates)
+        z, log_mixture = refined.mixture(guide.row_plates, number, z_outer, key)
         terms: Rows = {}
         for plate, rows in jax.vmap(joint)(z).items():
             if plate in log_mixture:
@@ -288,11 +242,6 @@ class Integration:
     def settings(self) -> dict[str, Any]:
         """Return the settings from which a silo elsewhere, or a file's reader, makes the same."""
         return {"inner_draws": dict(self.draws), "nodes": self.nodes}
-
-    @property
-    def by_draws(self) -> bool:
-        """Return whether integrals have the noise of draws."""
-        return bool(self.draws) and not self.nodes
 
     def likelihood(self, fm: FederatedModel, guide: Guide) -> LikelihoodEstimate:
         """Return the estimator of a silo's likelihood."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ from numpyro_fed.basics.trees import Numbers
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_draws import GlobalDraws
 from numpyro_fed.guides.guide import Guide
+from numpyro_fed.guides.quadrature import RowIntegrals
 from numpyro_fed.guides.silo_bounds import EACH_DRAW, AtDraw, QuadratureBound
 from numpyro_fed.rounds.exchange import (
     Exchange,
@@ -44,11 +45,18 @@ from numpyro_fed.rounds.exchange import (
 from numpyro_fed.rounds.names import IMPORTANCE
 from numpyro_fed.rounds.stacks import StackedExchange, of_stack
 from numpyro_fed.rounds.states import Shared
-from numpyro_fed.search.expand import shape
+from numpyro_fed.search.expand import ROUNDING_UNITS, shape
 from numpyro_fed.text.log_density import FederatedModel, outcomes_at
-from numpyro_fed.weigh.integration import CHECKED, LikelihoodEstimate, too_coarse
+from numpyro_fed.text.sites import Rows
+from numpyro_fed.weigh.integration import LikelihoodEstimate
 
 MAX_LOST = 0.01  # share of draws near the fit at which a quadrature may fail; as much mass is lost
+# Nats by which a silo's log likelihood may change with twice the nodes, more at some draws than at
+# others, by root mean square: weights that are off by this share move a mean by so many sds at
+# most, far below the errors of a few thousand draws. What it changes at all of them alike is in the
+# evidence alone, which may be off by more.
+MAX_CHANGE, MAX_COMMON_CHANGE = 0.01, 0.02
+CHECKED = 8  # draws of the fit's guide at which twice the nodes are tried
 
 
 class Estimates(NamedTuple):
@@ -103,39 +111,27 @@ class LogLikelihoodExchange(Generic[Server, Silo]):
     @cached_property
     def of_server(self) -> Callable[[Shared, Any], tuple[Array, GlobalDraws]]:
         """Return the function to the log prior (n,) at draws (n, dim), and to the message."""
-
-        def of_server(shared: Shared, z_G: Array) -> tuple[Array, GlobalDraws]:
-            log_prior = jax.vmap(self.model.log_prior, (None, 0))(shared.theta, z_G)
-            return log_prior, GlobalDraws.of(self.guide, shared, z_G)
-
-        return jit_once(of_server)
+        log_prior = jax.vmap(self.model.log_prior, (None, 0))
+        return jit_once(
+            lambda shared, z_G: (
+                log_prior(shared.theta, z_G),
+                GlobalDraws.of(self.guide, shared, z_G),
+            )
+        )
 
     @cached_property
     def _values(self) -> Callable[[Array, GlobalDraws, Silo, SiloData], Array]:
         """Return the function to log likelihoods (silos, n) of a stack of silos."""
-        evaluate = log_likelihoods(self.likelihood, self.fitted, self.num_draws, self.batch_size)
-        return of_stack(evaluate, little=self.little)
+        how = self.likelihood, self.fitted, self.num_draws, self.batch_size
+        return of_stack(partial(log_likelihoods, *how), little=self.little)
 
     @cached_property
     def _too_coarse(self) -> Callable[[Any, GlobalDraws, Silo, SiloData], Array] | None:
         """Return the function to whether quadratures of silos (silos,) are too coarse."""
-        # Keys and values of the silos are its noise.
-        quadrature = self.likelihood
-        if not isinstance(quadrature, QuadratureBound):
+        if not isinstance(self.likelihood, QuadratureBound):
             return None
-
-        def of_silo(
-            noise: tuple[Array, Array], down: GlobalDraws, state: Silo, data: SiloData
-        ) -> Array:
-            key, values = noise
-            few = slice(len(values))
-            keys = jax.vmap(fold_in, (None, 0))(key, jnp.arange(len(values)))
-            given = at_draws(self.fitted, down, state, data)
-            given = with_globals(given, given.z_G[few], given.coordinates.u[few])
-            return too_coarse(quadrature, keys, given, values)
-
         # By itself it is compiled with few optimisations: it looks at a few draws.
-        return of_stack(of_silo, little=True)
+        return of_stack(partial(too_coarse, self.likelihood, self.fitted), little=True)
 
     def reply(
         self, noise: Array, down: GlobalDraws, state: Silo, data: SiloData
@@ -193,40 +189,87 @@ def with_globals(given: AtDraw, z_G: Array, u: Array) -> AtDraw:
     return given._replace(z_G=z_G, coordinates=given.coordinates._replace(u=u))
 
 
+def too_coarse(
+    quadrature: QuadratureBound,
+    fitted: FederatedAlgorithm[Any, Silo],
+    noise: tuple[Array, Array],
+    down: GlobalDraws,
+    state: Silo,
+    data: SiloData,
+) -> Array:
+    """Return whether a silo's log likelihoods at the first draws are others with twice the nodes.
+
+    ``noise`` is its key, and these values (b,).
+    """
+    key, values = noise
+    keys, few = jax.vmap(fold_in, (None, 0))(key, jnp.arange(len(values))), slice(len(values))
+    given = at_draws(fitted, down, state, data)
+    given, theta = with_globals(given, given.z_G[few], given.coordinates.u[few]), given.theta
+    finer = RowIntegrals(quadrature.model, 2 * quadrature.nodes, few_places=True)
+
+    def starts_at(key: Array, given: AtDraw) -> Rows:
+        starts = [quadrature.start(given)]
+        if quadrature.model.draws_local and not quadrature.guide.outer_plates:
+            # From draws of the latents' prior the search leads to other modes, if there are any.
+            starts.append(quadrature.model.draw_local(key, theta, given.z_G, {}, data))
+        return jax.tree.map(lambda *a: jnp.stack(a), *starts)
+
+    starts = jax.vmap(starts_at, (0, EACH_DRAW))(keys, given)
+    found = jax.vmap(
+        lambda z_G, starts: jax.lax.map(
+            lambda at: finer.log_likelihood(theta, z_G, data, at)[0], starts
+        ),
+        out_axes=1,
+    )(given.z_G, starts)
+    rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(values)
+
+    def differ(others: Array) -> Array:
+        change = others - values
+        common = jnp.nanmean(change)
+        apart = jnp.sqrt(jnp.nanmean(jnp.square(change - common)))
+        allowed = rounding.max()
+        few = (apart <= MAX_CHANGE + allowed) & (jnp.abs(common) <= MAX_COMMON_CHANGE + allowed)
+        return ~few
+
+    coarse = differ(found[0]) | jnp.isnan(found[0]).any()
+    for others in found[1:]:  # a draw at which this search finds no mode says nothing
+        coarse |= differ(others) & ~jnp.isnan(others).all()
+    return coarse
+
+
 def log_likelihoods(
     likelihood: LikelihoodEstimate,
     fitted: FederatedAlgorithm[Server, Silo],
     num_draws: int,
     batch_size: int,
-) -> Callable[[Any, GlobalDraws, Silo, SiloData], Array]:
-    """Return the function to a silo's log likelihood at each draw (n,)."""
+    noise: Array | tuple[()],
+    down: GlobalDraws,
+    state: Silo,
+    data: SiloData,
+) -> Array:
+    """Return a silo's log likelihood at each draw (n,)."""
+    given, offset = at_draws(fitted, down, state, data), down.in_frame.offset
 
-    def evaluate(noise: Array | tuple[()], down: GlobalDraws, state: Silo, data: SiloData) -> Array:
-        given, offset = at_draws(fitted, down, state, data), down.in_frame.offset
+    def estimate(batch: tuple[Array, Array, Array]) -> Array:
+        s, z_G, u = batch
+        # Without latents nothing is drawn: any key will do.
+        key = jax.random.key(0) if isinstance(noise, tuple) else noise
+        keys = jax.vmap(fold_in, (None, 0))(key, s)
+        at = with_globals(given, z_G, u)
+        return jax.vmap(likelihood.log_estimate, (0, EACH_DRAW))(keys, at)
 
-        def estimate(batch: tuple[Array, Array, Array]) -> Array:
-            s, z_G, u = batch
-            # Without latents nothing is drawn: any key will do.
-            key = jax.random.key(0) if isinstance(noise, tuple) else noise
-            keys = jax.vmap(fold_in, (None, 0))(key, s)
-            return jax.vmap(likelihood.log_estimate, (0, EACH_DRAW))(
-                keys, with_globals(given, z_G, u)
-            )
-
-        # In batches: all draws at once would hold a silo's rows, times inner draws, thousands of
-        # times in memory. The last batch is filled up by the first draws: a batch of another size
-        # would be compiled once more.
-        num_batches = -(-num_draws // batch_size)
-        index = jnp.arange(num_batches * -(-num_draws // num_batches)) % num_draws
-        # In order of their distance: a batch of draws close by needs no search for the modes of
-        # rows, or a short one.
-        index = index[jnp.argsort(jnp.square(offset).sum(-1)[index])]
-        batches = index.reshape(num_batches, -1)
-        u = given.coordinates.u
-        values = jax.lax.map(estimate, (batches, down.z_G[batches], u[batches]))
-        return jnp.zeros(num_draws, values.dtype).at[index].set(values.ravel())
-
-    return evaluate
+    # In batches: all draws at once would hold a silo's rows, times inner draws, thousands of times
+    # in memory. The last batch is filled up by the first draws: a batch of another size would be
+    # compiled once more.
+    num_batches = -(-num_draws // batch_size)
+    index = jnp.arange(num_batches * -(-num_draws // num_batches)) % num_draws
+    # In order of their distance: a batch of draws close by needs no search for the modes of rows,
+    # or a short one.
+    index = index[jnp.argsort(jnp.square(offset).sum(-1)[index])]
+    batches = index.reshape(num_batches, -1)
+    u = given.coordinates.u
+    values = jax.lax.map(estimate, (batches, down.z_G[batches], u[batches]))
+    return jnp.zeros(num_draws, values.dtype).at[index].set(values.ravel())
 
 
 def plates_of_rows(fm: FederatedModel) -> list[str]:
@@ -252,24 +295,21 @@ def rows_that_count(fm: FederatedModel, data: SiloData) -> Array:
 def log_likelihoods_of_rows(
     fm: FederatedModel,
     likelihood: LikelihoodEstimate,
-    fitted: FederatedAlgorithm[Any, Any],
+    fitted: FederatedAlgorithm[Any, Silo],
     batch_size: int,
-) -> Callable[[Array, GlobalDraws, Any, SiloData], tuple[Array, Array]]:
-    """Return the function to log likelihoods (draws, rows), and whether rows count (rows,)."""
-    plates = plates_of_rows(fm)
+    key: Array,
+    down: GlobalDraws,
+    state: Silo,
+    data: SiloData,
+) -> tuple[Array, Array]:
+    """Return log likelihoods (draws, rows) of a silo, and whether rows count (rows,)."""
+    given, plates = at_draws(fitted, down, state, data), plates_of_rows(fm)
 
-    def values_of(
-        key: Array, down: GlobalDraws, state: object, data: SiloData
-    ) -> tuple[Array, Array]:
-        given, counts = at_draws(fitted, down, state, data), rows_that_count(fm, data)
+    def rows_at(draw: tuple[Array, Array, Array]) -> Array:
+        s, z_G, u = draw
+        rows = likelihood.log_rows(fold_in(key, s), with_globals(given, z_G, u))
+        return jnp.concatenate([jnp.zeros(0), *(rows[p] for p in plates)])
 
-        def rows_at(draw: tuple[Array, Array, Array]) -> Array:
-            s, z_G, u = draw
-            rows = likelihood.log_rows(fold_in(key, s), with_globals(given, z_G, u))
-            return jnp.concatenate([jnp.zeros(0), *(rows[p] for p in plates)])
-
-        draws = jnp.arange(len(down.z_G)), down.z_G, given.coordinates.u
-        values = jax.lax.map(rows_at, draws, batch_size=batch_size)
-        return values, counts
-
-    return values_of
+    draws = jnp.arange(len(down.z_G)), down.z_G, given.coordinates.u
+    values = jax.lax.map(rows_at, draws, batch_size=batch_size)
+    return values, rows_that_count(fm, data)

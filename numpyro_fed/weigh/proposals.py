@@ -127,9 +127,7 @@ class Neck:
             keys = jax.random.split(jax.random.key(seed), len(z))
             return jax.vmap(lambda key, z: prior.draw(key, theta, z, children))(keys, z)
 
-        def log_density(theta: Theta, z: Array) -> Array:
-            return jax.vmap(lambda z: prior.log_density(theta, z, children))(z)
-
+        log_density = jax.vmap(lambda theta, z: prior.log_density(theta, z, children), (None, 0))
         return jax.jit(draw), jax.jit(log_density)
 
     def _parents(self, around: LocationScale) -> tuple[np.ndarray, list[LocationScale]]:

@@ -118,10 +118,6 @@ class Evaluated(NamedTuple):
         """Return whether all numbers of each particle are finite (N,)."""
         return np.asarray(self.log_p > LOST / 2)
 
-    def at(self, index: np.ndarray) -> Evaluated:
-        """Return the particles of these numbers."""
-        return Evaluated(*(a[index] for a in self))
-
 
 @dataclass
 class SMCState:
@@ -173,11 +169,8 @@ class SMCState:
 
     def measure_moves(self) -> None:
         """Measure from here how far particles move, in units of their spread."""
-        self.moved_from, self.moves, self.root = (
-            self.particles.z,
-            0,
-            root_of_draws(self.particles.z),
-        )
+        z = self.particles.z
+        self.moved_from, self.moves, self.root = z, 0, root_of_draws(z)
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,13 +318,12 @@ class TemperedSMC:
     @cached_property
     def _ends(self) -> Callable[[Theta, Any, Any], tuple[Array, ...]]:
         """Return the server's program: prior and reference, each with its gradient."""
-
-        def ends(theta: Theta, reference: Mixture | tuple[()], z: Array) -> tuple[Array, ...]:
-            log_q = partial(self.log_q, theta, reference)
-            of_prior = jax.vmap(jax.value_and_grad(partial(self.model.log_prior, theta)))(z)
-            return *of_prior, *jax.vmap(jax.value_and_grad(log_q))(z)
-
-        return jit_once(ends)
+        return jit_once(
+            lambda theta, reference, z: (
+                *jax.vmap(jax.value_and_grad(partial(self.model.log_prior, theta)))(z),
+                *jax.vmap(jax.value_and_grad(partial(self.log_q, theta, reference)))(z),
+            )
+        )
 
 
 def trajectories(
@@ -380,9 +372,10 @@ def temper(state: SMCState, random: np.random.Generator) -> None:
         # One uniform number for all of an island (Kitagawa 1996). Rounding of a sum of weights may
         # choose a last particle that has none.
         points = (np.arange(size) + random.uniform()) / size
-        index = np.searchsorted(np.cumsum(w), points).clip(max=size - 1)
-        chosen.append(size * island + np.where(w[index] > 0, index, w.argmax()))
-    state.b, state.particles = b, here.at(np.concatenate(chosen))
+        drawn = np.searchsorted(np.cumsum(w), points).clip(max=size - 1)
+        chosen.append(size * island + np.where(w[drawn] > 0, drawn, w.argmax()))
+    index = np.concatenate(chosen)
+    state.b, state.particles = b, Evaluated(*(a[index] for a in here))
     state.arrived = state.particles.z
     state.log_evidence = state.log_evidence + log_mean(log_weights)
     state.measure_moves()

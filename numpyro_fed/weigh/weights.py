@@ -44,16 +44,16 @@ class Weights(NamedTuple):
     def of(cls, log_weights: np.ndarray) -> Weights:
         """Return the weights of draws (n,), Pareto-smoothed unless k-hat is too large."""
         log_weights = np.array(log_weights, np.float64)
-        tail = smooth_tail(log_weights)
+        smoothed, k_hat = smooth_tail(log_weights)
         # Smoothing replaces the largest weights by quantiles of the fitted tail. A few large
         # weights among equal ones, those of a mode that the guide has missed, would disappear.
-        for candidate in (tail.log_weights, log_weights):
+        for candidate in (smoothed, log_weights):
             log_w = candidate - candidate.max()
             values = np.where(log_w > NEGLIGIBLE, np.exp(log_w), 0.0)
             values = values / values.sum()
             share = float(1 / (values**2).sum() / len(values))
-            pareto_k = tail.pareto_k
-            if math.isnan(pareto_k):  # 0 for even weights and infinity for a few
+            pareto_k = k_hat
+            if math.isnan(k_hat):  # 0 for even weights and infinity for a few
                 pareto_k = 0.0 if share > 0.99 else math.inf
             if pareto_k <= max_k_hat(len(values)):
                 break
@@ -75,46 +75,33 @@ def max_k_hat(num_draws: int) -> float:
     return min(1 - 1 / math.log10(max(num_draws, 11)), 0.7)
 
 
-class SmoothedTail(NamedTuple):
-    """Log weights (n,) less their largest, the tail Pareto-smoothed, and its k-hat."""
+def smooth_tail(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return log weights (n,) with a Pareto-smoothed tail, less the largest of all, and its k-hat.
 
-    log_weights: np.ndarray
-    pareto_k: float
-
-
-def smooth_tail(log_weights: np.ndarray) -> SmoothedTail:
-    """Return log weights (n,) with a Pareto-smoothed tail (Vehtari et al. 2024, algorithm 1).
-
-    k-hat is infinite for fewer than 25 weights, and NaN where a tail has no generalised Pareto fit.
+    It is algorithm 1 of Vehtari et al. (2024). k-hat is infinite for fewer than 25 weights, and NaN
+    where a tail has no generalised Pareto fit.
     """
     log_weights = log_weights - log_weights.max()
     n = len(log_weights)
     tail = min(max(int(3 * np.sqrt(n)), 5), n // 5)
     if tail < 5:
-        return SmoothedTail(log_weights, math.inf)
+        return log_weights, math.inf
     order = np.argsort(log_weights, kind="stable")
     largest = np.exp(log_weights[order[-tail:]])
     cut = np.exp(log_weights[order[-tail - 1]])
     if largest[-1] - cut < np.finfo(float).tiny:
-        return SmoothedTail(log_weights, 0.0)
+        return log_weights, 0.0
     k, scale = fit_pareto(largest - cut)
     if not k >= SMOOTHED_FROM:
-        return SmoothedTail(log_weights, k)
+        return log_weights, k
     beyond = -np.log1p(-(np.arange(tail) + 0.5) / tail)  # standard exponential quantiles
     quantiles = cut + scale * np.expm1(k * beyond) / k
     log_weights[order[-tail:]] = np.log(np.minimum(quantiles, largest[-1]))
-    return SmoothedTail(log_weights, k)
+    return log_weights, k
 
 
-class Pareto(NamedTuple):
-    """Shape and scale of a generalised Pareto distribution."""
-
-    shape: float
-    scale: float
-
-
-def fit_pareto(x: np.ndarray) -> Pareto:
-    """Return the generalised Pareto distribution of sorted draws (n,).
+def fit_pareto(x: np.ndarray) -> tuple[float, float]:
+    """Return shape and scale of the generalised Pareto distribution of sorted draws (n,).
 
     The posterior mean of Zhang and Stephens (2009) over a grid; the shape with the prior of Vehtari
     et al. (2024) at 0.5.
@@ -129,7 +116,7 @@ def fit_pareto(x: np.ndarray) -> Pareto:
         weights = np.exp(log_like - log_like.max())
         best = float(weights @ theta / weights.sum())
         shape = float(np.log1p(-best * x).mean())
-    return Pareto((n * shape + 5) / (n + 10), -shape / best)
+    return (n * shape + 5) / (n + 10), -shape / best
 
 
 def replace_weightless(z: Draws, weights: np.ndarray) -> Draws:
