@@ -19,7 +19,7 @@ from numpyro_fed.guides.objectives import ELBO, default_quadrature
 from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.guides.structured import GuideConfig, Structured, build_guide, resolve_guide
 from numpyro_fed.methods.method import PlanSize, RunOptions
-from numpyro_fed.methods.minibatches import check_rows_alone
+from numpyro_fed.methods.party_side import check_rows_alone
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.methods.start import Begun
 from numpyro_fed.posterior.built import Built, CompiledMethod

@@ -20,7 +20,7 @@ from numpyro_fed.basics.precision import in_precision_of_object, precision
 from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.dp_newton.method import DPNewton
 from numpyro_fed.fitting.fit import MAX_EXCHANGES, FitCall
-from numpyro_fed.methods.recipe import rebuilt
+from numpyro_fed.methods.method import rebuilt
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.particles import Particles

@@ -11,7 +11,7 @@ from typing import Any
 from numpyro_fed.data.silo_data import ReadSilos, read_all
 from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced
-from numpyro_fed.methods.recipe import method_model
+from numpyro_fed.methods.method import method_model
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.search.mode_search import SEARCHED_UP_TO

@@ -78,107 +78,95 @@ def begin_run(
     key: Array,
     hosted: Silos,
     init_state: State | np.ndarray | None,
-    result: Result | None,
+    start: object,
     progress_bar: bool | Progress,
 ) -> Begun:
-    """Return a run that begins at a saved state, at a result, or at the mode.
+    """Return a run that begins at a saved state, at a result, at the mode, or at zero.
 
     ``init_state`` is the saved state, or places (k, dim) at which the search for the mode begins.
+    ``start`` is the method's setting, where it has one.
     """
     if not (init_state is None or isinstance(init_state, np.ndarray)):
-        return begin_at_state(compiled, hosted, init_state)
-    if result is not None:
+        compiled, state = with_or_without_start(
+            compiled, lambda compiled: (compiled, compiled.check_state(init_state, hosted))
+        )
+        return Begun(compiled, compiled.runtime.go_on(state))
+    if isinstance(start, Result):
         if init_state is not None:
             raise ModelError(
                 "init_state= has places for the search for the mode, and start= is a result, at "
                 "which the run begins without a search. Give one of them."
             )
-        return Begun(compiled, *state_at_result(compiled, key, hosted, result))
-    try:
-        return begin_at_mode(compiled, key, hosted, progress_bar, init_state)
-    # No mode is no error: the run starts as with start=None, and says so.
-    except NoStartError as error:
-        warnings.warn(
-            f"{error}: the run starts at zero in unconstrained space, as start=None does.",
-            category=StartWarning,
-            stacklevel=3,
-        )
-        return begin_at_zero(compiled.without_start or compiled, key, hosted)
-
-
-def begin_at_state(compiled: CompiledMethod, hosted: Silos, saved: State) -> Begun:
-    """Return a run that goes on from the state of an earlier one."""
-    compiled, state = with_or_without_start(
-        compiled, lambda compiled: (compiled, compiled.check_state(saved, hosted))
-    )
-    return Begun(compiled, compiled.runtime.go_on(state))
-
-
-def with_or_without_start(compiled: CompiledMethod, use: Callable[[CompiledMethod], Used]) -> Used:
-    """Return ``use(compiled)``, or if its state does not fit, ``use`` of the fit without a start.
-
-    A state or a file may come from a run whose search had found no mode.
-    """
-    try:
-        return use(compiled)
-    except SavedStateError as error:
-        if compiled.without_start is None:
-            raise
+        return Begun(compiled, *state_at_result(compiled, key, hosted, start))
+    if compiled.built.start is not None:
         try:
-            return use(compiled.without_start)
-        # The first error is about the method with its settings, which the user knows.
-        except SavedStateError:
-            raise error from None
-
-
-def begin_at_zero(compiled: CompiledMethod, key: Array, hosted: Silos) -> Begun:
-    """Return a run that begins at its algorithm's own first state."""
+            return begin_at_mode(
+                compiled, compiled.built.start, key, hosted, progress_bar, init_state
+            )
+        # No mode is no error: the run starts as with start=None, and says so.
+        except NoStartError as error:
+            warnings.warn(
+                f"{error}: the run starts at zero in unconstrained space, as start=None does.",
+                category=StartWarning,
+                stacklevel=3,
+            )
+            compiled = compiled.without_start or compiled
     state = compiled.runtime.init(key, hosted.batches)
     return Begun(compiled, _after_opening(compiled, key, state, hosted.batches))
 
 
 def begin_at_mode(
     compiled: CompiledMethod,
+    start: StartRounds,
     key: Array,
     hosted: Silos,
-    progress_bar: bool | Progress = False,
-    places: np.ndarray | None = None,
+    progress_bar: bool | Progress,
+    places: np.ndarray | None,
 ) -> Begun:
-    """Return a run that begins at the mode, or at zero if the method has no start.
+    """Return a run that begins at the mode: it is searched for, checked, and told to the silos.
 
     Half of the searches begin at ``places`` (k, dim), if they are given.
     """
-    fm, start, batches = compiled.model, compiled.built.start, hosted.batches
-    if start is None:
-        return begin_at_zero(compiled, key, hosted)
+    fm, batches = compiled.model, hosted.batches
+    # A model may have no mode that can be searched for.
     if (coupled := coupling_reason(compiled.checks, hosted.buckets)) is not None:
         raise NoStartError(coupled)
     if start.check is None and len(effects_of(fm)):
         raise NoStartError(MANY_EFFECTS)
+
     runtime = compiled.cached(SEARCH, lambda: compiled.reach(start.algorithm, begin=SEARCH))
     key_search = jax.random.fold_in(key, SEARCH_ROUND)
-    key_begin = jax.random.fold_in(key_search, 0)
     # Above the places that a search tries, so that it ends by itself.
     max_exchanges = max(MAX_PLACES.values()) + 2
     search, ask = run_search(
         key_search, start.search, runtime, batches, max_exchanges, progress_bar, places
     )
-    unusable, exchanges = ask.unusable, ask.number + 1  # the last one begins the run
-    if search.known.any():
-        found = _checked_mode(fm, start, search, ask, exchanges)
-        if found.converged and not len(effects_of(fm)):
-            found = replace(found, factors=factors_at_mode(fm, search, ask.silos, batches))
-        begin = compiled.quick_round(start.begin, runtime)
-        server, silos, info, good, _ = begin(key_begin, search, ask.silos, batches)
-        unusable = failed_silos(good, (), ())
-        if info.ok:
-            carry = init_schedule(compiled.built.schedule, key, compiled.plan.num_silos)
-            zero = jax.device_put(np.zeros((), np.int32))
-            state = drop_weak_types(State(zero, server, silos, carry))
-            return Begun(compiled, _after_opening(compiled, key, state, batches), found)
+    exchanges = ask.number + 1  # the last one begins the run
+    if not search.known.any():
+        raise _no_place_error(fm, batches, exchanges, ask.unusable)
+
+    found = _checked_mode(fm, start, search, ask, exchanges)
+    if found.converged and not len(effects_of(fm)):
+        found = replace(found, factors=factors_at_mode(fm, search, ask.silos, batches))
+
+    begin = compiled.quick_round(start.begin, runtime)
+    key_begin = jax.random.fold_in(key_search, 0)
+    server, silos, info, good, _ = begin(key_begin, search, ask.silos, batches)
+    if not info.ok:
+        raise _no_place_error(fm, batches, exchanges, failed_silos(good, (), ()))
+    carry = init_schedule(compiled.built.schedule, key, compiled.plan.num_silos)
+    zero = jax.device_put(np.zeros((), np.int32))
+    state = drop_weak_types(State(zero, server, silos, carry))
+    return Begun(compiled, _after_opening(compiled, key, state, batches), found)
+
+
+def _no_place_error(
+    fm: FederatedModel, batches: Batches, exchanges: int, unusable: tuple[int, ...]
+) -> NoStartError | NonFiniteError:
+    """Return the error for a search that has found no place; a flat prior needs one."""
     if fm.improper:
-        raise not_found_error(fm, batches, exchanges, 1, unusable)
-    raise NoStartError(
+        return not_found_error(fm, batches, exchanges, 1, unusable)
+    return NoStartError(
         "no mode to start from was found where log density, gradient and Hessian are finite"
         f"{at_silos(unusable)}. {reason_or_raise(fm, batches)}"
     )
@@ -233,6 +221,23 @@ def _after_opening(compiled: CompiledMethod, key: Array, state: State, batches: 
             )
         state = drop_weak_types(state._replace(server=server, silos=silos))
     return state
+
+
+def with_or_without_start(compiled: CompiledMethod, use: Callable[[CompiledMethod], Used]) -> Used:
+    """Return ``use(compiled)``, or if its state does not fit, ``use`` of the fit without a start.
+
+    A state or a file may come from a run whose search had found no mode.
+    """
+    try:
+        return use(compiled)
+    except SavedStateError as error:
+        if compiled.without_start is None:
+            raise
+        try:
+            return use(compiled.without_start)
+        # The first error is about the method with its settings, which the user knows.
+        except SavedStateError:
+            raise error from None
 
 
 def check_start(start: object) -> None:

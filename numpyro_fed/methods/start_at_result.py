@@ -17,8 +17,6 @@ from jax import Array
 from numpyro_fed.basics.errors import DataError, GuideError
 from numpyro_fed.basics.precision import to_current_precision
 from numpyro_fed.basics.trees import drop_weak_types
-from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.guide import Guide
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO, Gaussian
 from numpyro_fed.posterior.built import CompiledMethod
@@ -64,7 +62,18 @@ def state_at_result(
     warm_start = compiled.algorithm.warm_start
     if warm_start is None:
         raise GuideError("this method cannot begin at another one's result. Use start='mode'.")
-    _check_same_problem(compiled, result)
+    facts, their_facts = compiled.plan.facts, result.plan.facts
+    for name, ours, theirs in (
+        ("numbers of silos", compiled.plan.num_silos, result.num_silos),
+        ("sites", facts.sites, their_facts.sites),
+        ("silo plates", facts.plates, their_facts.plates),
+        ("numbers of rows", list(compiled.sizes), result.sizes),
+    ):
+        if ours != theirs:
+            raise DataError(
+                f"start= is the result of a run with other {name}: {theirs!s:.300} there, "
+                f"{ours!s:.300} here. Begin at a result of the same model on the same silos."
+            )
     start_point, what_is_known = _globals_as_normal(result)
     start_point = to_current_precision(start_point)
     key_server, key_silos = jax.random.split(key)
@@ -72,7 +81,17 @@ def state_at_result(
     silos = []
     for bucket, batch in zip(hosted.buckets, hosted.batches, strict=True):
         stacked = jax.tree.map(lambda *a: jnp.stack(a), *(carried[j] for j in bucket.silos))
-        _check_guides_agree(compiled.guide, stacked, batch.data)
+        first_silo = jax.tree.map(lambda a: a[0], batch.data)
+        like = jax.eval_shape(compiled.guide.init_local, jax.random.key(0), first_silo)
+        here, there = (
+            {p: {k: np.shape(a)[cut:] for k, a in eta.items()} for p, eta in guides.items()}
+            for guides, cut in ((like, 0), (stacked.guide, 1))
+        )
+        if here != there:
+            raise GuideError(
+                f"the silos' guides of the result that is begun at are {there!s:.300}, and here "
+                f"they are {here!s:.300}. Give both methods the same guide=."
+            )
         # By bucket, as a run keeps the states; ``carried`` are by number.
         silos.append(
             jax.jit(jax.vmap(warm_start.silo, (None, 0, None, 0)))(
@@ -89,22 +108,6 @@ def state_at_result(
         tuple(carried[0].guide),
     )
     return drop_weak_types(state), taken
-
-
-def _check_same_problem(compiled: CompiledMethod, result: Result) -> None:
-    """Raise an error for a result of another model, or of other silos."""
-    facts, their_facts = compiled.plan.facts, result.plan.facts
-    for name, ours, theirs in (
-        ("numbers of silos", compiled.plan.num_silos, result.num_silos),
-        ("sites", facts.sites, their_facts.sites),
-        ("silo plates", facts.plates, their_facts.plates),
-        ("numbers of rows", list(compiled.sizes), result.sizes),
-    ):
-        if ours != theirs:
-            raise DataError(
-                f"start= is the result of a run with other {name}: {theirs!s:.300} there, "
-                f"{ours!s:.300} here. Begin at a result of the same model on the same silos."
-            )
 
 
 def _guides_in_own_units(result: Result) -> list[CarriedSilo]:
@@ -125,21 +128,6 @@ def _guides_in_own_units(result: Result) -> list[CarriedSilo]:
 
     privates_there = (to_current_precision(result.private(j)) for j in range(result.num_silos))
     return [without_frame(shared, private) for private in privates_there]
-
-
-def _check_guides_agree(guide: Guide, carried: CarriedSilo, data: SiloData) -> None:
-    """Raise an error unless silos' guides have the parts and shapes that the method's have."""
-    silo = jax.tree.map(lambda a: a[0], data)
-    like = jax.eval_shape(guide.init_local, jax.random.key(0), silo)
-    here, there = (
-        {p: {k: np.shape(a)[cut:] for k, a in eta.items()} for p, eta in guides.items()}
-        for guides, cut in ((like, 0), (carried.guide, 1))
-    )
-    if here != there:
-        raise GuideError(
-            f"the silos' guides of the result that is begun at are {there!s:.300}, and here "
-            f"they are {here!s:.300}. Give both methods the same guide=."
-        )
 
 
 def _globals_as_normal(result: Result) -> tuple[StartPoint, str]:

@@ -37,7 +37,7 @@ from numpyro_fed.guides.structured import (
 from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.local.problem import Local
-from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
+from numpyro_fed.methods.party_side import check_rows_alone, minibatches_of
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.methods.start import check_start, start_kind, start_rounds
 from numpyro_fed.numerics.divergences import KL

@@ -35,7 +35,7 @@ from numpyro_fed.guides.structured import (
     resolve_guide,
     uses_amortised,
 )
-from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
+from numpyro_fed.methods.party_side import check_rows_alone, minibatches_of
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.methods.start import SEARCH_KINDS, check_start, start_kind, start_rounds
 from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO

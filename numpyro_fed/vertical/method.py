@@ -28,10 +28,11 @@ from numpyro_fed.methods.method import (
     Outcome,
     PlanSize,
     RunOptions,
+    for_silos,
     in_process,
     over_federation,
+    recipe,
 )
-from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.methods.start import Begun
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round
