@@ -142,7 +142,7 @@ def test_gradients_of_minibatches_are_unbiased(double):
     round_ = whole.algorithm().round
     down = replayed_part(round_, server, round_.noise(KEY), jnp.arange(1))
     states = jax.vmap(whole.init_silo, (None, 0))(KEY, split.data)
-    noise = jax.vmap(whole.step_noise)(jax.random.split(KEY, 2), states)
+    noise = jax.vmap(whole.step_noise)(jax.random.split(KEY, 2), states.params)
 
     def ask(parts, noise):
         reply, _ = jax.vmap(parts.answer, (0, None, 0, 0))(noise, down, states, split.data)

@@ -119,7 +119,7 @@ def test_gradients_are_unbiased(double, name):
     split, times = Split(name, 4), 4_000
     down, states = split.start()
     silos = len(split.data.masks["row"])
-    each = jax.vmap(split.whole.step_noise)(jax.random.split(KEY, silos), states)
+    each = jax.vmap(split.whole.step_noise)(jax.random.split(KEY, silos), states.params)
     whole = gradients(split.whole, each, down, states, split.data)
 
     def cut(key):
@@ -153,7 +153,7 @@ def test_a_silo_with_few_rows_takes_all_of_them(double, name):
     split = Split(name, 4)
     down, states = split.start()
     keys = jax.random.split(KEY, 3)
-    noise = jax.vmap(split.some.step_noise)(keys, states)
+    noise = jax.vmap(split.some.step_noise)(keys, states.params)
     few = jax.tree.map(lambda a: a[2], (noise, states, split.data))
     _, places = split.minibatches.draw(few[0].which, few[2])
     rows = {
@@ -172,7 +172,7 @@ def test_batches_larger_than_every_silo_change_nothing(double):
     split = Split("wards_and_rows", 50)
     down, states = split.start()
     keys = jax.random.split(KEY, 3)
-    noise = jax.vmap(split.some.step_noise)(keys, states)
+    noise = jax.vmap(split.some.step_noise)(keys, states.params)
     assert noise.rows["row"].shape[1] == 12
     some = gradients(split.some, noise, down, states, split.data)
     whole = gradients(split.whole, MinibatchNoise(noise.rows), down, states, split.data)
@@ -289,7 +289,7 @@ def test_participants_count_for_all():
         parts = SFVIAlgorithm(*[getattr(split.whole, f) for f in FIELDS], in_part=True)
         down, states = split.start()
         server = parts.init_server(KEY)
-        noise = jax.vmap(parts.step_noise)(jax.random.split(KEY, 3), states)
+        noise = jax.vmap(parts.step_noise)(jax.random.split(KEY, 3), states.params)
         states = states._replace(centre=jnp.tile(down.coordinates.centre, (3, 1)))
         eps = parts.algorithm().round.noise(KEY)
 
@@ -327,11 +327,12 @@ def test_a_silo_that_was_away_has_the_guide_that_it_had(double, framed):
     if framed:
         frames, _ = guide.to_frame(jitter(state.params.guide, seed=1))
         state = state._replace(frames=frames)
-    moved = split.whole.recentred(state, there - here, data)
+    moved = split.whole.recentred(state.params, state.frames, there - here, data)
     after = state._replace(params=moved, centre=there)
 
     def draws(state):
-        eta, seen = split.whole.private(state).guide, Coordinates(u, state.centre)
+        own = split.whole.algorithm().private(state)
+        eta, seen = own.guide, Coordinates(u, own.centre)
         outer = {}
         for p in (*guide.outer_plates, *guide.row_plates):
             above = guide.offset_of_plate(p, eta, seen.offset, outer, data)

@@ -143,11 +143,6 @@ class Local(ABC):
         return None
 
     @property
-    def closed_form(self) -> bool:
-        """Return whether the optimiser needs a conjugate likelihood."""
-        return False
-
-    @property
     def any_divergence(self) -> bool:
         """Return whether the optimiser takes a divergence to the cavity other than KL."""
         return False
@@ -155,7 +150,7 @@ class Local(ABC):
     @property
     def standardises(self) -> bool:
         """Return whether the optimiser works in coordinates in which a good start is standard."""
-        return not self.closed_form
+        return True
 
     @abstractmethod
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
@@ -207,31 +202,19 @@ def proper_step(
     def candidate(r: Array) -> Natural:
         return jax.tree.map(lambda a, b: a + r * (b - a), eta, target)
 
-    def body_fn(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def attempt(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         tries, r, _ = carry
         r = jnp.where(tries == 0, r, r / 2)
         return tries + 1, r, proper(candidate(r))
 
-    def cond_fn(carry: tuple[Array, Array, Array]) -> Array:
-        tries, _, is_proper = carry
-        return (tries < MAX_HALVINGS) & ~is_proper
-
     # A loop and not a vmap over all step sizes: the first one is usually proper.
     first = jnp.asarray(rate, jnp.result_type(float))
-    carry = (jnp.zeros((), jnp.int32), first, jnp.array(False))
-    _, r, is_proper = jax.lax.while_loop(cond_fn, body_fn, carry)
+    _, r, is_proper = jax.lax.while_loop(
+        lambda carry: (carry[0] < MAX_HALVINGS) & ~carry[2],
+        attempt,
+        (jnp.zeros((), jnp.int32), first, jnp.array(False)),
+    )
     return where(is_proper, candidate(r), eta), jnp.where(is_proper, r, 0.0)
-
-
-class Minimisation(NamedTuple, Generic[Tree]):
-    """The state of L-BFGS: its largest slope, its best value, and steps since then."""
-
-    number: Array
-    params: Tree
-    opt_state: optax.OptState
-    slope: Array
-    best: Array
-    stalled: Array
 
 
 def minimise(
@@ -245,7 +228,7 @@ def minimise(
     optim = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(loss)
 
-    def step(state: Minimisation[Tree]) -> Minimisation[Tree]:
+    def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
         number, params, opt_state, _, best, stalled = state
         value, gradient = value_and_grad(params, state=opt_state)
         updates, opt_state = optim.update(
@@ -258,16 +241,17 @@ def minimise(
         # By more than rounding: L-BFGS at the end of its precision goes up and down by that.
         lower = value < best - jnp.finfo(value.dtype).eps * jnp.abs(value)
         best, stalled = jnp.minimum(best, value), jnp.where(lower, 0, stalled + 1)
-        return Minimisation(number + 1, params, opt_state, slope, best, stalled)
+        return number + 1, params, opt_state, slope, best, stalled
 
-    def unfinished(state: Minimisation[Tree]) -> Array:
-        lowers = (state.slope > tolerance) & (state.stalled < MAX_STALLED)
-        return (state.number < steps) & lowers
+    def unfinished(state: tuple[Any, ...]) -> Array:
+        number, _, _, slope, _, stalled = state
+        return (number < steps) & (slope > tolerance) & (stalled < MAX_STALLED)
 
+    # Steps so far, parameters, state of L-BFGS, its largest slope and best value, steps since then.
     zero, infinity = jnp.zeros((), jnp.int32), jnp.array(jnp.inf)
-    first = Minimisation(zero, start, optim.init(start), infinity, infinity, zero)
-    end = jax.lax.while_loop(unfinished, step, drop_weak_types(first))
-    return end.params, optax.tree_utils.tree_get(end.opt_state, "value"), end.slope
+    first = zero, start, optim.init(start), infinity, infinity, zero
+    _, params, opt_state, slope, _, _ = jax.lax.while_loop(unfinished, step, drop_weak_types(first))
+    return params, optax.tree_utils.tree_get(opt_state, "value"), slope
 
 
 # Estimates of the step that are averaged. With fewer than eight the standard error is itself too

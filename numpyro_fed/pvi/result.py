@@ -18,7 +18,7 @@ from numpyro_fed.numerics.expfam.gaussian_family import rounding
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.pvi.families import GAUSSIAN
 from numpyro_fed.pvi.server import PartitionedVI
-from numpyro_fed.pvi.states import ServerState, Status
+from numpyro_fed.pvi.silo import ServerState, Status
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class PVIResult(Result):
     damping : array (rounds, steps)
         The share of each proposed change that was taken; 0 where the update was rejected.
     status : array (rounds, steps, participants)
-        How each visit ended, as ``numpyro_fed.pvi.states.Status``.
+        How each visit ended, as ``numpyro_fed.pvi.silo.Status``.
     own : array (rounds, steps)
         Whether the server's own factor converged; true where it has none.
     """
