@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -74,37 +75,30 @@ class Problem(NamedTuple, Generic[SiloPart]):
         self,
     ) -> tuple[Problem[SiloPart], Callable[[Solution[SiloPart]], Solution[SiloPart]]]:
         """Return the problem in coordinates in which its start is standard, and the way back."""
-        family, frame = self.family, self.start
+        family, frame, divergence = self.family, self.start, self.divergence
         inside_part, from_frame = self.to_frame(self.silo_part)
+        in_z = partial(family.from_coordinates_of, frame)
 
         def log_lik(
             psi: Ordinary, silo_part: SiloPart, noise: LocalNoise, plain: bool
         ) -> tuple[Array, Array]:
-            _, values = self.log_lik(
-                family.composed(frame, psi), from_frame(silo_part), noise, plain
-            )
+            placed = family.composed(frame, psi)
+            _, values = self.log_lik(placed, from_frame(silo_part), noise, plain)
             return jax.vmap(family.draw, (None, 0))(psi, noise.globals), values
-
-        def divergence(eta: Natural, cavity: Natural) -> Array:
-            both = (
-                family.from_coordinates_of(frame, eta),
-                family.from_coordinates_of(frame, cavity),
-            )
-            return self.divergence(*both) if self.divergence else jnp.zeros(())
-
-        def back_solution(found: Solution[SiloPart]) -> Solution[SiloPart]:
-            eta = family.from_coordinates_of(frame, found.eta)
-            return found._replace(eta=eta, silo_part=from_frame(found.silo_part))
 
         inside = self._replace(
             cavity=family.to_coordinates_of(frame, self.cavity),
             start=family.standard(frame),
             silo_part=inside_part,
             log_lik=log_lik,
-            divergence=self.divergence and divergence,
+            divergence=None
+            if divergence is None
+            else lambda eta, cavity: divergence(in_z(eta), in_z(cavity)),
             near=True,
         )
-        return inside, back_solution
+        return inside, lambda found: found._replace(
+            eta=in_z(found.eta), silo_part=from_frame(found.silo_part)
+        )
 
 
 class Solution(NamedTuple, Generic[SiloPart]):
