@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import all_finite, where
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.local.problem import LocalNoise, Problem, minimise, proper_step
@@ -32,7 +31,6 @@ from numpyro_fed.numerics.expfam.family import Natural, Ordinary, location_and_l
 from numpyro_fed.pvi.silo import Down, Movement, PVIAtSilo, ServerState, SiloState, Status, Up
 from numpyro_fed.rounds.exchange import (
     Ask,
-    AskSilos,
     Exchange,
     FederatedAlgorithm,
     Info,
@@ -327,9 +325,3 @@ class PartitionedVI(PVIAtSilo):
 
         visit = stacked_reply(expect, little=True)
         return StackedExchange(EVALUATION, visit, silo_noise=key_as_noise, messages=messages)
-
-    def free_energy(self, ask: AskSilos, key: Array, state: ServerState) -> float:
-        """Return the free energy of the posterior, in one exchange."""
-        log_lik = ask(self.evaluation, Down(state.params.theta, state.total))
-        kl = jit_once(self.kl_to_prior)(key, state.params.theta, state.params.guide)
-        return float(log_lik) - float(kl)
