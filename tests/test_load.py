@@ -14,7 +14,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.basics.files import read_npz, write_npz
-from numpyro_fed.methods.recipe import PARTS, LostError, decoded, encoded, rebuilt, recipe
+from numpyro_fed.methods.method import PARTS, LostError, decoded, encoded, rebuilt, recipe
 from numpyro_fed.posterior.posterior import Stage
 from numpyro_fed.search.mode import LocalMode
 

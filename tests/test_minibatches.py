@@ -8,10 +8,12 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from problems import build, jitter
-
+from problems import build
+from problems import jitter
 import numpyro_fed as nf
-from numpyro_fed.data.minibatches import MinibatchNoise, draw_minibatch, rows_at
+from numpyro_fed.data.minibatches import MinibatchNoise
+from numpyro_fed.data.minibatches import draw_minibatch
+from numpyro_fed.data.minibatches import rows_at
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.guides.objectives import draws_by_plate
 from numpyro_fed.guides.silo_bounds import SiloBound
@@ -19,7 +21,9 @@ from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import Replies
 from numpyro_fed.rounds.step import replayed_part
 from numpyro_fed.sfvi.algorithm import SFVIAlgorithm
-from numpyro_fed.text.layout import layout_and_buckets, minibatches_of_plates
+from numpyro_fed.text.layout import layout_and_buckets
+from numpyro_fed.text.layout import minibatches_of_plates
+
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 
@@ -118,7 +122,7 @@ def test_gradients_are_unbiased(double, name):
     split, times = Split(name, 4), 4_000
     down, states = split.start()
     silos = len(split.data.masks["row"])
-    each = jax.vmap(split.whole.step_noise)(jax.random.split(KEY, silos), states)
+    each = jax.vmap(split.whole.step_noise)(jax.random.split(KEY, silos), states.params)
     whole = gradients(split.whole, each, down, states, split.data)
 
     def cut(key):
@@ -152,7 +156,7 @@ def test_a_silo_with_few_rows_takes_all_of_them(double, name):
     split = Split(name, 4)
     down, states = split.start()
     keys = jax.random.split(KEY, 3)
-    noise = jax.vmap(split.some.step_noise)(keys, states)
+    noise = jax.vmap(split.some.step_noise)(keys, states.params)
     few = jax.tree.map(lambda a: a[2], (noise, states, split.data))
     _, places = split.minibatches.draw(few[0].which, few[2])
     rows = {
@@ -171,7 +175,7 @@ def test_batches_larger_than_every_silo_change_nothing(double):
     split = Split("wards_and_rows", 50)
     down, states = split.start()
     keys = jax.random.split(KEY, 3)
-    noise = jax.vmap(split.some.step_noise)(keys, states)
+    noise = jax.vmap(split.some.step_noise)(keys, states.params)
     assert noise.rows["row"].shape[1] == 12
     some = gradients(split.some, noise, down, states, split.data)
     whole = gradients(split.whole, MinibatchNoise(noise.rows), down, states, split.data)
@@ -288,7 +292,7 @@ def test_participants_count_for_all():
         parts = SFVIAlgorithm(*[getattr(split.whole, f) for f in FIELDS], in_part=True)
         down, states = split.start()
         server = parts.init_server(KEY)
-        noise = jax.vmap(parts.step_noise)(jax.random.split(KEY, 3), states)
+        noise = jax.vmap(parts.step_noise)(jax.random.split(KEY, 3), states.params)
         states = states._replace(centre=jnp.tile(down.coordinates.centre, (3, 1)))
         eps = parts.algorithm().round.noise(KEY)
 
@@ -326,11 +330,12 @@ def test_a_silo_that_was_away_has_the_guide_that_it_had(double, framed):
     if framed:
         frames, _ = guide.to_frame(jitter(state.params.guide, seed=1))
         state = state._replace(frames=frames)
-    moved = split.whole.recentred(state, there - here, data)
+    moved = split.whole.recentred(state.params, state.frames, there - here, data)
     after = state._replace(params=moved, centre=there)
 
     def draws(state):
-        eta, seen = split.whole.private(state).guide, Coordinates(u, state.centre)
+        own = split.whole.algorithm().private(state)
+        eta, seen = own.guide, Coordinates(u, own.centre)
         outer = {}
         for p in (*guide.outer_plates, *guide.row_plates):
             above = guide.offset_of_plate(p, eta, seen.offset, outer, data)

@@ -35,7 +35,7 @@ from pvi_problems import (
 
 import numpyro_fed as nf
 from numpyro_fed import expfam
-from numpyro_fed.pvi.states import Status
+from numpyro_fed.pvi.silo import Status
 from numpyro_fed.rounds.step import replayed_part
 
 pytestmark = pytest.mark.usefixtures("double")

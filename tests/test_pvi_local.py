@@ -17,7 +17,7 @@ from scipy import optimize
 import numpyro_fed as nf
 from numpyro_fed import expfam
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.pvi.states import Status
+from numpyro_fed.pvi.silo import Status
 from numpyro_fed.text.row_checks import RowChecks
 from numpyro_fed.text.split import split
 

@@ -18,7 +18,7 @@ from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.local import LBFGS
 from numpyro_fed.local.problem import LocalNoise, Problem
 from numpyro_fed.pvi.families import conjugacy, globals_of
-from numpyro_fed.pvi.states import Status
+from numpyro_fed.pvi.silo import Status
 from numpyro_fed.text.split import split
 
 

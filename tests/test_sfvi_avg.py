@@ -90,7 +90,7 @@ def test_one_step_at_one_silo_is_sfvi(start):
         key = jax.random.key(100 + i)
         key_globals, key_rows = jax.random.split(jax.random.fold_in(key, 0))
         eps = parts.guide.globals.noise(key_globals, parts.num_particles)
-        noise = eps, parts.step_noise(key_rows, mine)
+        noise = eps, parts.step_noise(key_rows, mine.params)
         down = replayed_part(x, server, noise[0], one_silo)
         reply, silo = x.exchanges[0].silo(noise[1], down, silo, data)
         server, info = replayed_part(x, server, noise[0], one_silo, None, [Replies(*reply)])

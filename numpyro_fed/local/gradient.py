@@ -182,9 +182,8 @@ class Optax(Local):
 
         def unfinished(state: VisitState) -> Array:
             moving = state.i < self.steps
-            if not self.checks_by_own_gradients:
-                return moving
-            return moving | state.test.wants_more(self.tolerance)
+            checks = self.checks_by_own_gradients
+            return moving | state.test.wants_more(self.tolerance) if checks else moving
 
         def run_block(state: VisitState) -> VisitState:
             first = state.i
@@ -266,33 +265,32 @@ class Optax(Local):
                 test = where(state.i == self.steps, begun, test)
                 i = jnp.where(arrived, self.steps, state.i)
                 state = state._replace(i=i, test=test)
-            return state if self.patience is None else self._stop_early(state, log_lik)
-
-        def add_gradient(state: VisitState) -> VisitState:
-            return self._add_gradient(problem, state, gradient[0])._replace(i=state.i + 1)
+            if self.patience is None:
+                return state
+            # Early stopping: it ends if it has not improved for long, or at the last step, and
+            # goes back to its best parameters.
+            window = -(-self.steps // 20)  # steps in a window
+            total, full = state.total + log_lik, state.i % window == 0
+            better = full & (total / window > state.best)
+            waited = jnp.where(full, jnp.where(better, 0, state.waited + 1), state.waited)
+            best_params = where(better, state.params, state.best_params)
+            i = jnp.where(waited < self.patience, state.i, self.steps)
+            return state._replace(
+                i=i,
+                params=where(i == self.steps, best_params, state.params),
+                total=jnp.where(full, 0.0, total),
+                best=jnp.where(better, total / window, state.best),
+                waited=waited,
+                best_params=best_params,
+            )
 
         if not self.checks_by_own_gradients:
             return move(state)
-        return jax.lax.cond(state.i < self.steps, move, add_gradient, state)
-
-    def _stop_early(self, state: VisitState, log_lik: Array) -> VisitState:
-        """Return the state, ended at its best parameters if it has not improved for long.
-
-        At the last step it goes back to the best parameters, too.
-        """
-        window = -(-self.steps // 20)  # steps in a window
-        total, full = state.total + log_lik, state.i % window == 0
-        better = full & (total / window > state.best)
-        waited = jnp.where(full, jnp.where(better, 0, state.waited + 1), state.waited)
-        best_params = where(better, state.params, state.best_params)
-        i = jnp.where(waited < (self.patience or 0), state.i, self.steps)
-        return state._replace(
-            i=i,
-            params=where(i == self.steps, best_params, state.params),
-            total=jnp.where(full, 0.0, total),
-            best=jnp.where(better, total / window, state.best),
-            waited=waited,
-            best_params=best_params,
+        return jax.lax.cond(
+            state.i < self.steps,
+            move,
+            lambda state: self._add_gradient(problem, state, gradient[0])._replace(i=state.i + 1),
+            state,
         )
 
     def _add_gradient(
@@ -355,12 +353,12 @@ class LBFGS(Local):
         # Fresh draws for the check: at those of the fit the gradient vanishes whatever they are.
         key_fit, key_judge = jax.random.split(key)
         noise = fixed_noise(problem, key_fit, self.num_particles)
-
-        def loss(params: tuple[Ordinary, SiloPart]) -> Array:
-            return -free_energy(problem, *params, noise, plain=True)[0]
-
-        start = (problem.start, problem.silo_part)
-        (psi, silo_part), value, _ = minimise(loss, start, self.steps, self.tolerance)
+        (psi, silo_part), value, _ = minimise(
+            lambda params: -free_energy(problem, *params, noise, plain=True)[0],
+            (problem.start, problem.silo_part),
+            self.steps,
+            self.tolerance,
+        )
         converged = maximised(problem, psi, silo_part, key_judge, AT_REST)
         return Solution(problem.family.natural(psi), silo_part, converged, jnp.isfinite(value))
 

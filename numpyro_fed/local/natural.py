@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from numpyro_fed.local.problem import (
     proper_step,
 )
 from numpyro_fed.numerics import expfam
-from numpyro_fed.numerics.expfam.family import Natural, Ordinary, move_along
+from numpyro_fed.numerics.expfam.family import Natural, move_along
 
 # A KL grows as the square of a move: 1e-4 nats are 0.014 sds, well below ``AT_REST``.
 MIN_MOVE = 1e-4  # KL of a step, in nats, below which a fixed point has been reached
@@ -66,6 +66,8 @@ class Damped(Local):
     def __post_init__(self) -> None:
         positive_int("steps", self.steps)
         positive_int("num_particles", self.num_particles)
+        if self.batch_size is not None:
+            positive_int("batch_size", self.batch_size)
         if not 0 < self.rate <= 1:
             raise ValueError(f"rate must be in (0, 1], got {self.rate}.")
 
@@ -157,34 +159,17 @@ class NaturalGradient(Damped):
     num_particles: int = 16
     batch_size: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.batch_size is not None:
-            positive_int("batch_size", self.batch_size)
-
     def target(
         self, problem: Problem[SiloPart], eta: Natural, silo_part: SiloPart, key: Array
     ) -> tuple[Natural, SiloPart]:
         """Return the cavity times the factor of a natural-gradient step, and the gradient."""
         noise = problem.noise(key, self.num_particles, self.batch_size)
-
-        def expected(psi: Ordinary, silo_part: SiloPart) -> Array:
-            return problem.log_lik(psi, silo_part, noise, False)[1].mean()
-
-        psi = problem.family.ordinary(eta)
-        g_psi, gradient = jax.grad(expected, (0, 1))(psi, silo_part)
+        slopes = jax.grad(
+            lambda psi, part: problem.log_lik(psi, part, noise, False)[1].mean(), (0, 1)
+        )
+        g_psi, gradient = slopes(problem.family.ordinary(eta), silo_part)
         factor = problem.family.dual_gradient(partial(expfam.inner, g_psi), eta)
         return jax.tree.map(jnp.add, problem.cavity, factor), gradient
-
-
-class FixedPointSteps(NamedTuple):
-    """The state of a search for a fixed point: the last step's KL, ``moved``, and the next rate."""
-
-    number: Array
-    eta: Natural
-    value: Array
-    moved: Array
-    rate: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,36 +194,35 @@ class FixedPoint(Local):
         def value(eta: Natural) -> Array:
             return free_energy(problem, family.ordinary(eta), silo_part, noise, plain=True)[0]
 
-        def expected(psi: Ordinary) -> Array:
-            return problem.log_lik(psi, silo_part, noise, True)[1].mean()
-
-        def move(state: FixedPointSteps) -> FixedPointSteps:
+        def move(state: tuple[Any, ...]) -> tuple[Any, ...]:
             number, eta, before, last, rate = state
             min_value = before - jnp.finfo(before.dtype).eps * jnp.abs(before)
 
             def better(eta: Natural) -> Array:
                 return family.proper(eta) & (value(eta) >= min_value)
 
-            factor = family.dual_gradient(expected, eta)
+            factor = family.dual_gradient(
+                lambda psi: problem.log_lik(psi, silo_part, noise, True)[1].mean(), eta
+            )
             target = jax.tree.map(jnp.add, problem.cavity, factor)
             after, used = proper_step(better, eta, target, rate)
             moved = jnp.where(used > 0, family.kl(after, eta), 0.0)
             next_rate = jnp.where(moved > 0.5 * last, 0.5, 1.0)
-            return FixedPointSteps(number + 1, after, value(after), moved, next_rate)
-
-        def unfinished(state: FixedPointSteps) -> Array:
-            return (state.number < self.steps) & (state.moved > MIN_MOVE)
+            return number + 1, after, value(after), moved, next_rate
 
         start = family.natural(problem.start)
         first = value(start)
         # From a start that is not finite every proper step counts as better.
         first = jnp.where(jnp.isfinite(first), first, -jnp.finfo(first.dtype).max)
         infinity, zero = jnp.asarray(jnp.inf, first.dtype), jnp.zeros((), jnp.int32)
-        begun = FixedPointSteps(zero, start, first, infinity, jnp.ones_like(infinity))
-        end = jax.lax.while_loop(unfinished, move, begun)
-        psi = family.ordinary(end.eta)
-        converged = maximised(problem, psi, silo_part, key_judge, AT_REST)
-        return Solution(end.eta, silo_part, converged, jnp.isfinite(end.value))
+        # Steps so far, parameters, their free energy, the last step's KL, and the next rate.
+        _, eta, best, _, _ = jax.lax.while_loop(
+            lambda state: (state[0] < self.steps) & (state[3] > MIN_MOVE),
+            move,
+            (zero, start, first, infinity, jnp.ones_like(infinity)),
+        )
+        converged = maximised(problem, family.ordinary(eta), silo_part, key_judge, AT_REST)
+        return Solution(eta, silo_part, converged, jnp.isfinite(best))
 
 
 @dataclass(frozen=True)
@@ -255,7 +239,7 @@ class ClosedForm(Local):
     ClosedForm()
     """
 
-    closed_form = True
+    standardises = False
 
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Add the likelihood's natural parameters to the cavity's."""

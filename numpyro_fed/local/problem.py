@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -74,37 +75,30 @@ class Problem(NamedTuple, Generic[SiloPart]):
         self,
     ) -> tuple[Problem[SiloPart], Callable[[Solution[SiloPart]], Solution[SiloPart]]]:
         """Return the problem in coordinates in which its start is standard, and the way back."""
-        family, frame = self.family, self.start
+        family, frame, divergence = self.family, self.start, self.divergence
         inside_part, from_frame = self.to_frame(self.silo_part)
+        in_z = partial(family.from_coordinates_of, frame)
 
         def log_lik(
             psi: Ordinary, silo_part: SiloPart, noise: LocalNoise, plain: bool
         ) -> tuple[Array, Array]:
-            _, values = self.log_lik(
-                family.composed(frame, psi), from_frame(silo_part), noise, plain
-            )
+            placed = family.composed(frame, psi)
+            _, values = self.log_lik(placed, from_frame(silo_part), noise, plain)
             return jax.vmap(family.draw, (None, 0))(psi, noise.globals), values
-
-        def divergence(eta: Natural, cavity: Natural) -> Array:
-            both = (
-                family.from_coordinates_of(frame, eta),
-                family.from_coordinates_of(frame, cavity),
-            )
-            return self.divergence(*both) if self.divergence else jnp.zeros(())
-
-        def back_solution(found: Solution[SiloPart]) -> Solution[SiloPart]:
-            eta = family.from_coordinates_of(frame, found.eta)
-            return found._replace(eta=eta, silo_part=from_frame(found.silo_part))
 
         inside = self._replace(
             cavity=family.to_coordinates_of(frame, self.cavity),
             start=family.standard(frame),
             silo_part=inside_part,
             log_lik=log_lik,
-            divergence=self.divergence and divergence,
+            divergence=None
+            if divergence is None
+            else lambda eta, cavity: divergence(in_z(eta), in_z(cavity)),
             near=True,
         )
-        return inside, back_solution
+        return inside, lambda found: found._replace(
+            eta=in_z(found.eta), silo_part=from_frame(found.silo_part)
+        )
 
 
 class Solution(NamedTuple, Generic[SiloPart]):
@@ -143,11 +137,6 @@ class Local(ABC):
         return None
 
     @property
-    def closed_form(self) -> bool:
-        """Return whether the optimiser needs a conjugate likelihood."""
-        return False
-
-    @property
     def any_divergence(self) -> bool:
         """Return whether the optimiser takes a divergence to the cavity other than KL."""
         return False
@@ -155,7 +144,7 @@ class Local(ABC):
     @property
     def standardises(self) -> bool:
         """Return whether the optimiser works in coordinates in which a good start is standard."""
-        return not self.closed_form
+        return True
 
     @abstractmethod
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
@@ -207,31 +196,19 @@ def proper_step(
     def candidate(r: Array) -> Natural:
         return jax.tree.map(lambda a, b: a + r * (b - a), eta, target)
 
-    def body_fn(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def attempt(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         tries, r, _ = carry
         r = jnp.where(tries == 0, r, r / 2)
         return tries + 1, r, proper(candidate(r))
 
-    def cond_fn(carry: tuple[Array, Array, Array]) -> Array:
-        tries, _, is_proper = carry
-        return (tries < MAX_HALVINGS) & ~is_proper
-
     # A loop and not a vmap over all step sizes: the first one is usually proper.
     first = jnp.asarray(rate, jnp.result_type(float))
-    carry = (jnp.zeros((), jnp.int32), first, jnp.array(False))
-    _, r, is_proper = jax.lax.while_loop(cond_fn, body_fn, carry)
+    _, r, is_proper = jax.lax.while_loop(
+        lambda carry: (carry[0] < MAX_HALVINGS) & ~carry[2],
+        attempt,
+        (jnp.zeros((), jnp.int32), first, jnp.array(False)),
+    )
     return where(is_proper, candidate(r), eta), jnp.where(is_proper, r, 0.0)
-
-
-class Minimisation(NamedTuple, Generic[Tree]):
-    """The state of L-BFGS: its largest slope, its best value, and steps since then."""
-
-    number: Array
-    params: Tree
-    opt_state: optax.OptState
-    slope: Array
-    best: Array
-    stalled: Array
 
 
 def minimise(
@@ -245,7 +222,7 @@ def minimise(
     optim = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(loss)
 
-    def step(state: Minimisation[Tree]) -> Minimisation[Tree]:
+    def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
         number, params, opt_state, _, best, stalled = state
         value, gradient = value_and_grad(params, state=opt_state)
         updates, opt_state = optim.update(
@@ -258,16 +235,17 @@ def minimise(
         # By more than rounding: L-BFGS at the end of its precision goes up and down by that.
         lower = value < best - jnp.finfo(value.dtype).eps * jnp.abs(value)
         best, stalled = jnp.minimum(best, value), jnp.where(lower, 0, stalled + 1)
-        return Minimisation(number + 1, params, opt_state, slope, best, stalled)
+        return number + 1, params, opt_state, slope, best, stalled
 
-    def unfinished(state: Minimisation[Tree]) -> Array:
-        lowers = (state.slope > tolerance) & (state.stalled < MAX_STALLED)
-        return (state.number < steps) & lowers
+    def unfinished(state: tuple[Any, ...]) -> Array:
+        number, _, _, slope, _, stalled = state
+        return (number < steps) & (slope > tolerance) & (stalled < MAX_STALLED)
 
+    # Steps so far, parameters, state of L-BFGS, its largest slope and best value, steps since then.
     zero, infinity = jnp.zeros((), jnp.int32), jnp.array(jnp.inf)
-    first = Minimisation(zero, start, optim.init(start), infinity, infinity, zero)
-    end = jax.lax.while_loop(unfinished, step, drop_weak_types(first))
-    return end.params, optax.tree_utils.tree_get(end.opt_state, "value"), end.slope
+    first = zero, start, optim.init(start), infinity, infinity, zero
+    _, params, opt_state, slope, _, _ = jax.lax.while_loop(unfinished, step, drop_weak_types(first))
+    return params, optax.tree_utils.tree_get(opt_state, "value"), slope
 
 
 # Estimates of the step that are averaged. With fewer than eight the standard error is itself too

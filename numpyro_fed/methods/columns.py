@@ -87,11 +87,12 @@ def levels(
         settings = json.dumps({COLUMNS: columns, "min_count": min_count, REST: last})
         replies = silos.ask_of_data(LEVELS, settings)
         parts = [_read_names(j, reply, columns, last) for j, reply in enumerate(replies)]
-    for j, silo in enumerate(() if isinstance(silos, Federation) else listed(silos, HELD)):
-        try:
-            parts.append(level_names(silo, columns, min_count, last))
-        except DataError as error:
-            raise DataError(f"silo {j}: {error}") from error
+    else:
+        for j, silo in enumerate(listed(silos, HELD)):
+            try:
+                parts.append(level_names(silo, columns, min_count, last))
+            except DataError as error:
+                raise DataError(f"silo {j}: {error}") from error
     return Levels.union(*parts, min_count=min_count, other=other)
 
 

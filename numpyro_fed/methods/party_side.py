@@ -18,22 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from numpyro_fed.basics.errors import DataError, ModelError, positive_int
+from numpyro_fed.basics.errors import DataError, GuideError, ModelError, positive_int
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data import silo_data
+from numpyro_fed.data.minibatches import Minibatches
 from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.methods.method import (
-    FederatedMethod,
-    PlanSize,
-)
+from numpyro_fed.guides.guide import Guide
+from numpyro_fed.methods.method import FederatedMethod, PlanSize
 from numpyro_fed.posterior.at_silo import AtSilo, outer_round, sampler_by
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.importance import log_likelihood_exchange
 from numpyro_fed.posterior.leave_out import leave_out_exchange, loo_exchange
 from numpyro_fed.posterior.particles import tempering_of
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.rounds.exchange import AnyAlgorithm, Exchange, ExchangeId, Round
+from numpyro_fed.rounds.exchange import AnyAlgorithm, ExchangeId, Round
 from numpyro_fed.rounds.names import IMPORTANCE, INFLUENCE, LEAVE_OUT, LOO, OUTER_LATENTS, TEMPERED
 from numpyro_fed.rounds.runtime import State
 from numpyro_fed.search.expand import flat_size
@@ -42,6 +41,7 @@ from numpyro_fed.search.run_search import coupling_reason
 from numpyro_fed.text.facts import Facts, Plan, agree, check_plan, facts_of, with_terms
 from numpyro_fed.text.layout import Layout, layout_of
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.row_arrays import WHOLE, minibatches_of_plates
 from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.text.split import split
 from numpyro_fed.weigh.log_likelihoods import rows_that_count
@@ -54,13 +54,13 @@ Prepared = TypeVar("Prepared")
 
 # Exchanges after a run, by name: functions of what was built and the exchange's settings.
 AFTER_RUN: dict[str, Callable[[Built, dict[str, Any]], Round]] = {
-    IMPORTANCE: lambda built, settings: _alone(log_likelihood_exchange(built, settings).exchange),
-    INFLUENCE: lambda built, settings: _alone(
-        Influence(built.model, built.algorithm, settings["num_silos"]).exchange
+    IMPORTANCE: lambda built, told: Round((log_likelihood_exchange(built, told).exchange,)),
+    INFLUENCE: lambda built, told: Round(
+        (Influence(built.model, built.algorithm, told["num_silos"]).exchange,)
     ),
-    LEAVE_OUT: lambda built, settings: _alone(leave_out_exchange(built, settings)),
-    LOO: lambda built, settings: _alone(loo_exchange(built, settings)),
-    TEMPERED: lambda built, settings: _alone(tempering_of(built, **settings).exchange),
+    LEAVE_OUT: lambda built, told: Round((leave_out_exchange(built, told),)),
+    LOO: lambda built, told: Round((loo_exchange(built, told),)),
+    TEMPERED: lambda built, told: Round((tempering_of(built, **told).exchange,)),
     OUTER_LATENTS: outer_round,
 }
 
@@ -242,6 +242,49 @@ class PartySide(FederatedMethod[Found], Generic[Found, Prepared]):
         return replace(built, without_start=without_start)
 
 
-def _alone(exchange: Exchange[Any, Any, Any]) -> Round:
-    """Return the round of one exchange."""
-    return Round((exchange,))
+def minibatches_of(
+    fm: FederatedModel,
+    plates_of: Mapping[str, tuple[str, ...]],
+    size: int | None,
+    guide: Guide,
+    draws: Mapping[str, int],
+) -> Minibatches | None:
+    """Return the rule by which rows are drawn, or None without minibatches.
+
+    Guides and bounds that cannot be cut are refused.
+    """
+    if size is None:
+        return None
+    minibatches = minibatches_of_plates(fm, plates_of, size)
+    words = f"batch_size={size} cannot go with"
+    if joint := [p for p in minibatches.plates if p in guide.locals and guide.locals[p].joint]:
+        raise GuideError(
+            f"{words} locals='joint' for silo_plate '{joint[0]}': one covariance over all rows has "
+            f"no part for a minibatch. Use locals='full' or 'diagonal'. {WHOLE}"
+        )
+    if weighted := [p for p in guide.outer_plates if draws[p] > 1]:
+        raise GuideError(
+            f"{words} {draws[weighted[0]]} draws at silo_plate '{weighted[0]}', above the rows of "
+            "others: a silo is weighed as a whole there, of which some rows say nothing without "
+            f"bias. Use one draw there. {WHOLE}"
+        )
+    return minibatches
+
+
+def check_rows_alone(layout: Layout, size: int | None, stacks: Sequence[SiloData]) -> None:
+    """Raise an error if a row's log density changes when other rows are left out."""
+    if size is None:
+        return
+    for rows in minibatches_of_plates(layout.model, layout.possible_plates, size).cut:
+        try:
+            alone = all(bool(layout.checks.minibatch(*rows, stack)) for stack in stacks)
+        # A model may fail on fewer rows than it has lengths for, which is an answer, too.
+        except (TypeError, ValueError, IndexError):
+            alone = False
+        if not alone:
+            raise GuideError(
+                f"batch_size={size}: the log density of a row of '{rows.plates[0]}' changes when "
+                f"other rows are left out of {list(rows.arrays)}, so that a minibatch is another "
+                "model. Compute what sums up rows (x.mean(0), say) before the run and pass it as "
+                f"data, or put plates that share rows into one. {WHOLE}"
+            )

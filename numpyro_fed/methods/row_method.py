@@ -23,16 +23,21 @@ from jax import Array
 
 from numpyro_fed.basics.errors import DataError, GuideError, one_of
 from numpyro_fed.data.padding import Bucket, one_by_one
-from numpyro_fed.data.silo_data import SiloData, SilosInput, read_all, signature
+from numpyro_fed.data.silo_data import SilosInput, read_all, signature
 from numpyro_fed.data.tables import SiloInput
-from numpyro_fed.methods.method import RUNTIMES, RunOptions, in_process, over_federation
+from numpyro_fed.methods.method import (
+    RUNTIMES,
+    RunOptions,
+    for_silos,
+    in_process,
+    over_federation,
+    recipe,
+)
 from numpyro_fed.methods.party_side import Found, PartySide, Prepared
-from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.methods.start import begin_run, with_or_without_start
 from numpyro_fed.posterior.built import CompiledMethod
 from numpyro_fed.posterior.communication import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.rounds.exchange import AnyAlgorithm
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.progress import Progress
@@ -41,18 +46,6 @@ from numpyro_fed.rounds.silos import Silos, on_device
 from numpyro_fed.text.facts import Facts, Plan, agree, facts_of
 from numpyro_fed.text.layout import Layout, layout_of
 from numpyro_fed.text.row_checks import RowChecks, check_rows_apart
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedLayout(Generic[Prepared]):
-    """The layout of a model over silos of some shapes, and what depends on the shapes alone.
-
-    ``plan`` is without the verdicts on values, and without the method's settings.
-    """
-
-    layout: Layout
-    plan: Plan
-    prepared: Prepared
 
 
 @dataclass(frozen=True)
@@ -64,18 +57,14 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
     layout of silos.
     """
 
-    _layouts: dict[Hashable, PlannedLayout[Prepared]] = field(
+    # By shapes of silos: their layout, the plan without verdicts on values and without settings,
+    # and the parts that depend on shapes alone.
+    _layouts: dict[Hashable, tuple[Layout, Plan, Prepared]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _fits: dict[Hashable, CompiledMethod] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-
-    @property
-    def begins_at(self) -> Result | None:
-        """Return the result at whose posterior a run begins; None if it does not begin at one."""
-        start = getattr(self, "start", None)
-        return start if isinstance(start, Result) else None
 
     def run(
         self,
@@ -146,7 +135,8 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
         key = typed_key(key)
         options = RunOptions(num_rounds, progress_bar, stop, callback, every)
         compiled, hosted = self._compiled_for(silos, runtime)
-        begun = begin_run(compiled, key, hosted, init_state, self.begins_at, progress_bar)
+        start = getattr(self, "start", None)
+        begun = begin_run(compiled, key, hosted, init_state, start, progress_bar)
         self._check_rounds(begun.compiled, begun.state, num_rounds)
         return self._run_rounds(begun, hosted, key, options)
 
@@ -221,70 +211,67 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
         one_of("runtime", runtime, *RUNTIMES)
         if isinstance(silos, Federation):
             return self._fit_over_federation(silos)
-        return self._fit_in_process(silos, runtime)
-
-    def _fit_in_process(self, silos: SilosInput, runtime: str) -> tuple[CompiledMethod, Silos]:
-        """Return the fit for the silos of this process."""
         read = read_all(silos, self.model)
         shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
-        planned, buckets = self._planned_layout(shapes, read)
-        compiled = self._cached_fit(runtime, shapes, planned, buckets)
-        check_rows_apart(planned.layout.checks, compiled.built.draws, buckets)
-        # The host loop visits silos one by one, at their own sizes.
-        if runtime == "host":
-            buckets = one_by_one(read, planned.layout.sizes)
-        return compiled, Silos(tuple(read), tuple(buckets), on_device(buckets))
-
-    def _planned_layout(
-        self, shapes: Hashable, read: Sequence[SiloData]
-    ) -> tuple[PlannedLayout[Prepared], list[Bucket]]:
-        """Return the plan of silos of these shapes, made once, and their data in buckets."""
-        planned = self._layouts.get(shapes)
-        layout = layout_of(self._text(), read) if planned is None else planned.layout
+        known = self._layouts.get(shapes)
+        layout = layout_of(self._text(), read) if known is None else known[0]
         # Refuses data that do not fit, before anything that takes long is compiled.
         buckets = layout.checked_buckets(read)
-        if planned is None:
+        if known is None:
             pairs = zip(read, layout.sizes, strict=True)
             facts = [facts_of(layout.model, *pair) for pair in pairs]
             agreed = agree(facts)
             self._check_facts(facts)
-            planned = PlannedLayout(layout, agreed, self.prepare(layout.model))
-            self._layouts[shapes] = planned
-        return planned, buckets
-
-    def _cached_fit(
-        self,
-        runtime: str,
-        shapes: Hashable,
-        planned: PlannedLayout[Prepared],
-        buckets: Sequence[Bucket],
-    ) -> CompiledMethod:
-        """Return the fit for a layout of silos and the verdicts on their values, made once."""
-        layout, stacks = planned.layout, [b.data for b in buckets]
+            known = self._layouts[shapes] = layout, agreed, self.prepare(layout.model)
+        _, plan, prepared = known
         # Another verdict on new values makes another plan, and so another fit for the same shapes.
-        verdicts = self.value_checks(layout, planned.prepared, stacks)
-        plan = replace(planned.plan, facts=replace(planned.plan.facts, verdicts=verdicts))
+        verdicts = self.value_checks(layout, prepared, [b.data for b in buckets])
+        plan = replace(plan, facts=replace(plan.facts, verdicts=verdicts))
         # Padding is a part of the key: whether rows may be padded is a verdict on these values.
-        cache_key = (runtime, shapes, any(stack.masks for stack in stacks), plan)
+        cache_key = (runtime, shapes, any(bucket.data.masks for bucket in buckets), plan)
         if cache_key not in self._fits:
-            plan = self._resolve_plan(layout.model, plan)
-            built = self._assemble_with_fallback(layout.model, plan, planned.prepared)
-            _check_memory(built.algorithm, buckets)
-            reach = partial(in_process, runtime)
-            self._fits[cache_key] = CompiledMethod(
-                plan=plan,
-                built=built,
-                runtime=reach(built.algorithm, built.schedule),
-                reach=reach,
-                sizes=layout.sizes,
-                checks=layout.checks,
-                recipe=recipe(self, runtime),
+            self._fits[cache_key] = self._fit_of(layout, plan, prepared, buckets, runtime)
+        compiled = self._fits[cache_key]
+        check_rows_apart(layout.checks, compiled.built.draws, buckets)
+        # The host loop visits silos one by one, at their own sizes.
+        if runtime == "host":
+            buckets = one_by_one(read, layout.sizes)
+        return compiled, Silos(tuple(read), tuple(buckets), on_device(buckets))
+
+    def _fit_of(
+        self,
+        layout: Layout,
+        plan: Plan,
+        prepared: Prepared,
+        buckets: Sequence[Bucket],
+        runtime: str,
+    ) -> CompiledMethod:
+        """Return the fit of a plan, if this machine has memory for its states."""
+        plan = self._resolve_plan(layout.model, plan)
+        built = self._assemble_with_fallback(layout.model, plan, prepared)
+        # The state, a copy of it and a gradient.
+        needed, available = COPIES * sum(state_sizes(built.algorithm, buckets)), _memory()
+        if needed > available:
+            raise GuideError(
+                f"the guide and the optimiser's state need about {needed / 2**30:.1f} GiB, but "
+                f"this machine has {available / 2**30:.1f} GiB. Use a smaller guide: "
+                "guides.Structured(globals='diagonal', locals='diagonal'), with "
+                "couple_mean=False and couple_scale=False, or guides.MeanField()."
             )
-        return self._fits[cache_key]
+        reach = partial(in_process, runtime)
+        return CompiledMethod(
+            plan=plan,
+            built=built,
+            runtime=reach(built.algorithm, built.schedule),
+            reach=reach,
+            sizes=layout.sizes,
+            checks=layout.checks,
+            recipe=recipe(self, runtime),
+        )
 
     def _fit_over_federation(self, federation: Federation) -> tuple[CompiledMethod, Silos]:
         """Return the fit for the silos of a federation, once all have agreed on a plan."""
-        if self.begins_at is not None:
+        if isinstance(getattr(self, "start", None), Result):
             raise DataError(
                 "start= is a result of silos in this process, whose guides it takes over. Over a "
                 "Federation begin at the mode (start='mode'), or at none."
@@ -312,19 +299,6 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
             rounded = [sizes[plate.name] for plate in told.plates if not plate.outer]
             weights.append((sum(n // 2 + 1 for n in rounded), sum(rounded)))
         return over_federation(federation, name, plan, make, weights)
-
-
-def _check_memory(algorithm: AnyAlgorithm, buckets: Sequence[Bucket]) -> None:
-    """Raise an error for a guide and an optimiser's state that this machine cannot hold."""
-    # The state, a copy of it and a gradient.
-    needed, available = COPIES * sum(state_sizes(algorithm, buckets)), _memory()
-    if needed > available:
-        raise GuideError(
-            f"the guide and the optimiser's state need about {needed / 2**30:.1f} GiB, but "
-            f"this machine has {available / 2**30:.1f} GiB. Use a smaller guide: "
-            "guides.Structured(globals='diagonal', locals='diagonal'), with "
-            "couple_mean=False and couple_scale=False, or guides.MeanField()."
-        )
 
 
 def _memory() -> float:

@@ -30,8 +30,7 @@ from numpyro_fed.data.scaling import numbers_of
 from numpyro_fed.data.tables import OTHER, level_counts
 from numpyro_fed.fitting.load import METHODS
 from numpyro_fed.methods.columns import COLUMNS, moments_reply, names_reply
-from numpyro_fed.methods.method import FederatedMethod
-from numpyro_fed.methods.recipe import rebuilt
+from numpyro_fed.methods.method import FederatedMethod, rebuilt
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.network.ledger import Ledger, evaluations
 from numpyro_fed.network.policy import Policy

@@ -81,15 +81,6 @@ class Density(NamedTuple):
     reach: np.ndarray
 
 
-class PriorInFamily(NamedTuple):
-    """The family of each site, their product, the prior in it, and sites whose prior is outside."""
-
-    kinds: dict[str, str]
-    family: Product
-    eta: Natural
-    outside: list[str]
-
-
 def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "exact") -> Globals:
     """Choose a family for each global site: one in whose statistics its log prior is affine.
 
@@ -160,16 +151,13 @@ def _choose(
     prior: str,
     points: np.ndarray,
     reach: np.ndarray,
-) -> PriorInFamily:
-    """Return the prior in a product of families, one for each site."""
+) -> tuple[dict[str, str], Product, Natural, list[str]]:
+    """Return the family of each site, their product, the prior in it, and sites outside of it."""
     # A site's family is the one that the user asks for. Else it is the Gaussian, if the whole prior
     # is Gaussian; and else the first candidate that contains the site's own prior. Natural
     # parameters of the prior's part in the family follow, and the sites whose prior is not in it.
     sites, theta = fm.named("latent"), generic_parameters(fm)
     other_sites = np.random.default_rng(2).normal(size=fm.dim)
-
-    def all_terms(z: Array) -> Array:
-        return jnp.stack(list(fm.prior_terms(theta, z).values()))
 
     def alone(site: Site, kind: str) -> Density:
         """Return the prior of a site, all others at fixed values, and its family."""
@@ -208,10 +196,12 @@ def _choose(
         each = [alone(*pair) for pair in pairs]
         # Where a site has other candidates the whole is hardly Gaussian: one program for both.
         many = len({s.name for s, _ in pairs}) < len(pairs)
-        whole = Density(all_terms, family, points, reach)
+        whole = Density(
+            lambda z: jnp.stack(list(fm.prior_terms(theta, z).values())), family, points, reach
+        )
         (eta, affine), *fits = _fit_densities([whole, *(each if many else [])])
         if affine:
-            return PriorInFamily(kinds, family, eta, [])
+            return kinds, family, eta, []
         # Not all Gaussian: each site by itself, with all others at fixed values. Then all sites
         # together, since priors may be coupled in a way that no product of families holds.
         found: dict[str, str] = {}
@@ -231,7 +221,7 @@ def _choose(
         inside = [eta for name, (eta, _) in zip(names, fits, strict=True) if name not in outside]
         nothing = jax.tree.map(np.zeros_like, fits[0][0])
         eta = jax.tree.map(lambda *parts: sum(map(np.asarray, parts)), nothing, *inside)
-    return PriorInFamily(kinds, family, eta, outside)
+    return kinds, family, eta, outside
 
 
 def _reach_and_points(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray]:
@@ -310,9 +300,7 @@ def _fit_densities(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
             found.append(_fitted(over_base, family, reach, at))
         return found
 
-    return [
-        (eta, bool(affine)) for eta, affine in fit_all([density.points for density in densities])
-    ]
+    return [(eta, bool(affine)) for eta, affine in fit_all([d.points for d in densities])]
 
 
 def _fitted(
@@ -433,12 +421,8 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
 
     @jit_double
     def all_affine(stack: SiloData, points: Array) -> Array:
-        prior = chosen.prior(theta)
-
-        def one_silo(data: SiloData) -> Array:
-            return _fitted(row_terms(fm, theta, data), family, chosen.reach, points, prior)[1]
-
-        return jax.vmap(one_silo)(stack).all()
+        fixed = family, chosen.reach, points, chosen.prior(theta)
+        return jax.vmap(lambda data: _fitted(row_terms(fm, theta, data), *fixed)[1])(stack).all()
 
     def verdict(stacks: Sequence[SiloData]) -> bool:
         with double_precision():
@@ -449,11 +433,7 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
 
 def row_terms(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable[[Array], Array]:
     """Return the rows' log likelihoods (n,) as a function of the globals, without locals."""
-
-    def rows(z: Array) -> Array:
-        return jnp.concatenate([jnp.zeros(0), *fm.log_silo(theta, z, {}, data).values()])
-
-    return rows
+    return lambda z: jnp.concatenate([jnp.zeros(0), *fm.log_silo(theta, z, {}, data).values()])
 
 
 def misfit(

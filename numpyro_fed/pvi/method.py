@@ -37,7 +37,7 @@ from numpyro_fed.guides.structured import (
 from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.local.problem import Local
-from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
+from numpyro_fed.methods.party_side import check_rows_alone, minibatches_of
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.methods.start import check_start, start_kind, start_rounds
 from numpyro_fed.numerics.divergences import KL
@@ -45,12 +45,11 @@ from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.losses import log_loss
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.pvi.aggregate import aggregation
 from numpyro_fed.pvi.families import Globals, conjugacy, globals_of
 from numpyro_fed.pvi.result import PVIResult
-from numpyro_fed.pvi.server import PartitionedVI
+from numpyro_fed.pvi.server import PartitionedVI, aggregation
+from numpyro_fed.pvi.silo import Status
 from numpyro_fed.pvi.start import at_mode, at_result
-from numpyro_fed.pvi.states import Status
 from numpyro_fed.rounds.runtime import RunOutcome, State
 from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
 from numpyro_fed.rounds.silos import Silos
@@ -281,7 +280,9 @@ class PVI(RowMethod[PVIResult, Conjugate]):
             return "result"
         # One visit in closed form is exact from anywhere,
         # unless there is no proper prior to begin at.
-        needed = self.deletion == "own" and (fm.improper or not self._local(plan).closed_form)
+        needed = self.deletion == "own" and (
+            fm.improper or not isinstance(self._local(plan), ClosedForm)
+        )
         return start_kind(self.start, fm) if needed else None
 
     def value_checks(
@@ -294,8 +295,20 @@ class PVI(RowMethod[PVIResult, Conjugate]):
         return (("conjugate", is_conjugate(stacks)),)
 
     def _local(self, plan: Plan) -> Local:
-        exact = plan.facts.verdict("conjugate") and isinstance(self.divergence, KL)
-        return self.local or (ClosedForm() if exact else Optax())
+        """Return the local optimiser; refuse one that does not suit the model or the divergence."""
+        closed, is_kl = plan.facts.verdict("conjugate"), isinstance(self.divergence, KL)
+        local = self.local or (ClosedForm() if closed and is_kl else Optax())
+        if isinstance(local, ClosedForm) and not closed:
+            raise GuideError(
+                "local.ClosedForm needs a conjugate model, but the likelihood is not affine in the "
+                "statistics of the globals' family (or rows have latents). Use local.Optax()."
+            )
+        if not is_kl and not local.any_divergence:
+            raise GuideError(
+                f"local.{local} has a divergence of its own, but divergence={self.divergence!r}. "
+                "Use local.Optax() or local.LBFGS()."
+            )
+        return local
 
     def settings_for(self, fm: FederatedModel, plan: Plan) -> PVISettings:
         if uses_amortised(self.guide):
@@ -362,7 +375,7 @@ class PVI(RowMethod[PVIResult, Conjugate]):
             globals=chosen,
             guide=guide,
             bound=bound_of(fm, guide, objective),
-            local=checked_local(local, closed, self.divergence),
+            local=local,
             prior_local=prior_optimiser(chosen.family),
             conjugate=closed,
             # Parameters take one step at each update of the server, in units that nobody
@@ -374,7 +387,7 @@ class PVI(RowMethod[PVIResult, Conjugate]):
             aggregate=aggregation(chosen.family, self.prior_divergence),
             num_silos=num_silos,
             steps=1 if schedule is None else schedule.steps,
-            participants=num_silos if schedule is None else schedule.size,
+            visits=num_silos if schedule is None else schedule.steps * schedule.size,
             damping=settings.damping,
             adaptive=settings.adaptive,
             deletion=self.deletion,
@@ -465,19 +478,3 @@ def in_words(value: object) -> str:
         words = [f"{name}={in_words(part)}" for name, part in parts.items() if name != "optim"]
         return f"{type(value).__name__}({', '.join(words)})"
     return getattr(value, "__qualname__", None) or repr(value)
-
-
-def checked_local(local: Local, closed: bool, divergence: Divergence) -> Local:
-    """Return the local optimiser; refuse one that does not suit the model or the divergence."""
-    kind = type(local).__name__
-    if local.closed_form and not closed:
-        raise GuideError(
-            f"local.{kind} needs a conjugate model, but the likelihood is not affine in the "
-            "statistics of the globals' family (or rows have latents). Use local.Optax()."
-        )
-    if not isinstance(divergence, KL) and not local.any_divergence:
-        raise GuideError(
-            f"local.{local} has a divergence of its own, but divergence={divergence!r}. Use "
-            "local.Optax() or local.LBFGS()."
-        )
-    return local

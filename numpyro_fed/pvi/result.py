@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 import jax
@@ -14,11 +14,12 @@ import numpy as np
 import numpyro.distributions as dist
 
 from numpyro_fed.basics.precision import in_precision_of_object
+from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.numerics.expfam.gaussian_family import rounding
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.pvi.families import GAUSSIAN
 from numpyro_fed.pvi.server import PartitionedVI
-from numpyro_fed.pvi.states import ServerState, Status
+from numpyro_fed.pvi.silo import Down, ServerState, Status
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class PVIResult(Result):
     damping : array (rounds, steps)
         The share of each proposed change that was taken; 0 where the update was rejected.
     status : array (rounds, steps, participants)
-        How each visit ended, as ``numpyro_fed.pvi.states.Status``.
+        How each visit ended, as ``numpyro_fed.pvi.silo.Status``.
     own : array (rounds, steps)
         Whether the server's own factor converged; true where it has none.
     """
@@ -107,7 +108,8 @@ class PVIResult(Result):
         """
         if self.stages:  # of nf.fit, which has a correction
             return super().log_evidence
-        if self._pvi.has_loss or self._pvi.has_divergence:
+        pvi, server = self._pvi, self._server
+        if pvi.has_loss or pvi.has_divergence:
             raise ValueError(
                 "there is no evidence under a loss, or under a divergence other than KL. What was "
                 "maximised is in .losses, with its sign turned."
@@ -117,11 +119,14 @@ class PVIResult(Result):
             "the expected log likelihood at the posterior is not finite at {}. Look at the "
             "supports of the sites, or run more rounds."
         )
-        ask = partial(self.ask_once, key=key, message=words)
-        last = np.array([self._pvi.free_energy(ask, key, self._server)])
+        theta, eta = server.params.theta, server.params.guide
+        asked = Down(theta, server.total)
+        log_lik = self.ask_once(pvi.evaluation, asked, key=key, message=words)
+        kl = jit_once(pvi.kl_to_prior)(key, theta, eta)
+        last = np.array([float(log_lik) - float(kl)])
         if not np.isfinite(last).all():
             raise self.unusable(words)
-        if self._pvi.visits != self._pvi.num_silos or self._pvi.asynchronous:
+        if pvi.visits != pvi.num_silos or pvi.asynchronous:
             return last
         return np.concatenate([-self.losses[1:], last])
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import jax
@@ -21,16 +21,16 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import all_finite, where
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.local.problem import LocalNoise, Problem, proper_step
-from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Parts, location_and_log_scale
-from numpyro_fed.pvi.silo import PVIAtSilo
-from numpyro_fed.pvi.states import Down, Movement, ServerState, SiloState, Status, Up
+from numpyro_fed.local.problem import LocalNoise, Problem, minimise, proper_step
+from numpyro_fed.numerics import expfam
+from numpyro_fed.numerics.divergences import KL, WeightedKL
+from numpyro_fed.numerics.expfam import Family
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary, location_and_log_scale
+from numpyro_fed.pvi.silo import Down, Movement, PVIAtSilo, ServerState, SiloState, Status, Up
 from numpyro_fed.rounds.exchange import (
     Ask,
-    AskSilos,
     Exchange,
     FederatedAlgorithm,
     Info,
@@ -49,21 +49,52 @@ KL_DRAWS = 256  # for the KL to a prior outside of the family: more make the los
 # a fit is allowed.
 ARRIVED = 0.1
 SCATTERED: Any = (False, False, True)  # each silo receives its own entry of ``taken`` only
-
-
-def worst_status(statuses: Array) -> Array:
-    """Return the last status that a visit ended by; of one visit, the one that it ended by.
-
-    ``statuses`` counts how visits ended. Where silos' replies are told as a sum alone, nobody knows
-    whose visit ended badly, and all of them are doubted.
-    """
-    return jnp.max(jnp.where(statuses > 0, jnp.arange(len(statuses)), 0))
+MAX_LBFGS_STEPS = 200
+MAX_SLOPE = 1e-5  # at which L-BFGS ends
+# The largest slope, relative to the largest coefficient, that counts as a minimum. Where these are
+# large the absolute tolerance is out of reach in single precision; without a minimum the slope
+# stays of their size.
+MAX_RELATIVE_SLOPE = 1e-3
 
 
 def is_usable(up: Up) -> Array:
     """Return whether a proposal can be used: at a vague prior ``log_lik`` is minus infinity."""
     counted = (up.statuses >= 0).all() & (up.statuses.sum() == 1)
     return all_finite((up.change, up.theta)) & (up.log_lik < jnp.inf) & counted
+
+
+def aggregation(
+    family: Family[Any], divergence: Callable[..., Array]
+) -> Callable[[Natural, Natural], Natural]:
+    r"""Return ``(prior, total) -> eta``, the posterior that a prior and a sum of factors make.
+
+    It is the minimum over the family of
+
+    .. math::
+        D(q, p) - \langle \lambda, \mathbb{E}_q[T] \rangle
+
+    for the prior ``p``, the sum :math:`\lambda` of the factors' natural parameters, the statistics
+    ``T`` and any divergence; NaN where no minimum is found. With the KL divergence it is the sum of
+    natural parameters itself.
+    """
+    if isinstance(divergence, KL | WeightedKL):
+        weight = divergence.weight if isinstance(divergence, WeightedKL) else 1.0
+        return lambda prior, total: jax.tree.map(lambda a, b: a + b / weight, prior, total)
+
+    def solve(prior: Natural, total: Natural) -> Natural:
+        def objective(psi: Ordinary) -> Array:
+            gain = expfam.inner(total, family.moments(psi))
+            return divergence(family, family.natural(psi), prior) - gain
+
+        summed = jax.tree.map(jnp.add, prior, total)
+        proper = family.proper(summed)
+        start = jax.tree.map(lambda a, b: jnp.where(proper, a, b), summed, prior)
+        psi, _, slope = minimise(objective, family.ordinary(start), MAX_LBFGS_STEPS, MAX_SLOPE)
+        scale = 1 + jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(total)]).max()
+        converged = slope <= MAX_RELATIVE_SLOPE * scale
+        return jax.tree.map(lambda a: jnp.where(converged, a, jnp.nan), family.natural(psi))
+
+    return solve
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -88,7 +119,11 @@ class PartitionedVI(PVIAtSilo):
             lambda state: Shared(state.params.theta, state.params.guide, state.frame),
             lambda state: Private(state.params.private, state.params.guide, state.centre),
             watch=lambda state: state.status,
-            watch_reply=lambda up: worst_status(up.statuses),
+            # The last status that a visit ended by. Where silos' replies are told as a sum alone,
+            # nobody knows whose visit ended badly, and all of them are doubted.
+            watch_reply=lambda up: jnp.max(
+                jnp.where(up.statuses > 0, jnp.arange(len(up.statuses)), 0)
+            ),
             done=self.done,
             # A factor that is not renewed stays in the posterior as it is.
             when_away=WhenAway.GO_ON,
@@ -127,12 +162,30 @@ class PartitionedVI(PVIAtSilo):
         up: Up = ask(PVI_ROUND, Down(theta, state.total, state.taken[ask.who])).up
         kl_to_prior = self.kl_to_prior(noise, theta, posterior_before)
         prior = self.globals.prior(theta)
-        total, damping, next_damping = self._damped_total(state, up.change, prior)
+        is_proper = partial(self.is_proper, prior)
+        if self.adaptive:
+            target = jax.tree.map(jnp.add, state.total, up.change)
+            total, damping = proper_step(is_proper, state.total, target, state.damping)
+            # Down as far as a step had to be damped, and up again by two in each step.
+            lowered = jnp.where(damping > 0, damping, state.damping / 2)
+            next_damping = jnp.minimum(2 * lowered, self.damping)
+        else:
+            moved = jax.tree.map(lambda a, b: a + state.damping * b, state.total, up.change)
+            taken, next_damping = is_proper(moved), state.damping
+            damping = jnp.where(taken, state.damping, 0.0)
+            total = where(taken, moved, state.total)
         server_factor, server_converged = state.server_factor, state.progress.own
         if (outside := self.globals.prior_outside) is not None:
-            total, server_factor, server_converged = self._renew_server_factor(
-                outside, noise, theta, prior, total, server_factor
+            # The server treats the prior's part outside of the family as a silo treats its
+            # likelihood, and visits it in each round. The factor is replaced, not damped: the
+            # server's problem has no data, and is solved anew.
+            others = jax.tree.map(jnp.subtract, total, server_factor)
+            start = self.family.ordinary(self.aggregate(prior, total))
+            cavity = self.aggregate(prior, others)
+            server_factor, server_converged = self._visit_prior(
+                outside, noise, theta, cavity, start, server_factor
             )
+            total = jax.tree.map(jnp.add, others, server_factor)
         theta, opt_state, posterior = self._update_theta(state, noise, total, up.theta)
         after = state._replace(
             params=SharedParams(posterior, theta),
@@ -152,43 +205,9 @@ class PartitionedVI(PVIAtSilo):
         report = {"damping": damping, "statuses": up.statuses, "own": server_converged}
         return after, Info(loss, all_finite(after), report)
 
-    def _damped_total(
-        self, state: ServerState, change: Natural, prior: Natural
-    ) -> tuple[Natural, Array, Array]:
-        """Return the sum of factors after a damped change, its damping, and that of the next."""
-
-        def is_proper(total: Natural) -> Array:
-            return self.family.proper(self.aggregate(prior, total))
-
-        if not self.adaptive:
-            moved = jax.tree.map(lambda a, b: a + state.damping * b, state.total, change)
-            taken = is_proper(moved)
-            damping = jnp.where(taken, state.damping, 0.0)
-            return where(taken, moved, state.total), damping, state.damping
-        target = jax.tree.map(jnp.add, state.total, change)
-        total, damping = proper_step(is_proper, state.total, target, state.damping)
-        # Down as far as a step had to be damped, and up again by two in each step.
-        lowered = jnp.where(damping > 0, damping, state.damping / 2)
-        return total, damping, jnp.minimum(2 * lowered, self.damping)
-
-    def _renew_server_factor(
-        self,
-        log_outside: Callable[[Theta, Array], Array],
-        key: Array,
-        theta: Theta,
-        prior: Natural,
-        total: Natural,
-        factor_before: Natural,
-    ) -> tuple[Natural, Natural, Array]:
-        """Return the sum of factors, the server's own one in it, and whether that converged."""
-        # The server treats the prior's part outside of the family as a silo treats its
-        # likelihood, and visits it in each round. The factor is replaced, not damped: the
-        # server's problem has no data, and is solved anew.
-        others = jax.tree.map(jnp.subtract, total, factor_before)
-        start = self.family.ordinary(self.aggregate(prior, total))
-        cavity = self.aggregate(prior, others)
-        factor, converged = self._visit_prior(log_outside, key, theta, cavity, start, factor_before)
-        return jax.tree.map(jnp.add, others, factor), factor, converged
+    def is_proper(self, prior: Natural, total: Natural) -> Array:
+        """Return whether a prior and a sum of factors make a proper posterior."""
+        return self.family.proper(self.aggregate(prior, total))
 
     def done(self, state: ServerState) -> Array:
         """Return whether the last round moved the posterior little, and used every proposal."""
@@ -207,12 +226,9 @@ class PartitionedVI(PVIAtSilo):
         if self.globals.prior_outside is None and not self.model.improper:
             return family.kl(eta, self.globals.prior(theta))
         psi, noise = family.ordinary(eta), family.noise(key, KL_DRAWS)
-
-        def log_ratio_at(noise: Parts) -> Array:
-            z = family.draw(psi, noise)
-            return family.log_density(eta, z) - self.model.log_prior(theta, z)
-
-        return jax.vmap(log_ratio_at)(noise).mean()
+        z = jax.vmap(family.draw, (None, 0))(psi, noise)
+        log_ratio = jax.vmap(lambda z: family.log_density(eta, z) - self.model.log_prior(theta, z))
+        return log_ratio(z).mean()
 
     def _update_theta(
         self, state: ServerState, key: Array, total: Natural, gradient: Theta
@@ -270,22 +286,25 @@ class PartitionedVI(PVIAtSilo):
         """Return the server's own factor, and whether it converged."""
         family = self.family
 
-        def noise(key: Array, particles: int, batch: int | None) -> LocalNoise:
-            return LocalNoise(family.noise(key, particles), {})
-
         def log_lik(
             psi: Ordinary, silo_part: object, noise: LocalNoise, plain: bool
         ) -> tuple[Array, Array]:
-            def at_draw(noise: Parts) -> tuple[Array, Array]:
-                z = family.draw(psi, noise)
-                return z, log_outside(theta, z)
-
-            return jax.vmap(at_draw)(noise.globals)
+            z = jax.vmap(family.draw, (None, 0))(psi, noise.globals)
+            return z, jax.vmap(log_outside, (None, 0))(theta, z)
 
         def likelihood() -> NoReturn:
             raise TypeError("a prior outside of the family has no closed form")
 
-        problem = Problem(family, cavity, start, (), noise, log_lik, likelihood, 0)
+        problem = Problem(
+            family,
+            cavity,
+            start,
+            (),
+            lambda key, particles, batch: LocalNoise(family.noise(key, particles), {}),
+            log_lik,
+            likelihood,
+            rows=0,
+        )
         solution = self.solve(self.prior_local, problem, key)
         factor = jax.tree.map(jnp.subtract, solution.eta, cavity)
         is_proper = family.proper(solution.eta) & all_finite(factor)
@@ -306,9 +325,3 @@ class PartitionedVI(PVIAtSilo):
 
         visit = stacked_reply(expect, little=True)
         return StackedExchange(EVALUATION, visit, silo_noise=key_as_noise, messages=messages)
-
-    def free_energy(self, ask: AskSilos, key: Array, state: ServerState) -> float:
-        """Return the free energy of the posterior, in one exchange."""
-        log_lik = ask(self.evaluation, Down(state.params.theta, state.total))
-        kl = jit_once(self.kl_to_prior)(key, state.params.theta, state.params.guide)
-        return float(log_lik) - float(kl)

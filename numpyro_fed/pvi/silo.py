@@ -1,14 +1,16 @@
-"""PVI at a silo, and its parts and settings.
+"""PVI at a silo, its parts and settings, and what all parties keep and send.
 
-A silo takes its factor out of the posterior, solves its own problem, and sends the change.
+A silo takes its factor out of the posterior, solves its own problem, and sends the change. Names of
+fields in states and messages are those in saved files and on the way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +30,106 @@ from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Parts
 from numpyro_fed.numerics.gaussian import Coordinates, Gaussian, identity
 from numpyro_fed.pvi.families import GAUSSIAN, Globals, misfit, row_terms
-from numpyro_fed.pvi.states import Down, SiloState, Status, Up
 from numpyro_fed.rounds.exchange import Reply
-from numpyro_fed.rounds.states import SiloParams
+from numpyro_fed.rounds.states import SharedParams, SiloParams
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
 
 # Draws of the expected log likelihood side by side; more of them use more memory.
 EVIDENCE_BATCH = 8
+
+
+# The order counts: code compares with ``NON_FINITE``, and messages hold one number for each.
+class Status(IntEnum):
+    """How a visit ended. From ``NON_FINITE`` on, the change that it sends is zero."""
+
+    CONVERGED = 0
+    NOT_CONVERGED = 1
+    NON_FINITE = 2
+    IMPROPER = 3
+    NOT_CONJUGATE = 4
+    AWAY = 5  # the silo did not answer: its factor stays
+
+
+class Movement(NamedTuple):
+    """How far the posterior has moved since the round began.
+
+    ``mean`` and ``log_scale`` (dim,) are those of the posterior when the round began. ``steps``
+    counts all steps of the run. ``moved`` is the largest move of a mean, in standard deviations, or
+    of a log standard deviation. ``own`` says whether the server's own factor has converged.
+    ``refused`` counts visits of this round whose change could not be used and was zero.
+    """
+
+    mean: Array
+    log_scale: Array
+    steps: Array
+    moved: Array
+    own: Array
+    refused: Array
+
+
+class ServerState(NamedTuple):
+    """The state that the server keeps from round to round.
+
+    ``params`` has the shared parameters and, as ``guide``, the posterior's natural parameters.
+    ``total`` is the sum of all factors. ``server_factor`` is the server's own among them, for the
+    part of the prior outside of the family. ``taken`` (silos,) is the share of each silo's last
+    proposal that was added. Silos' local guides measure the globals in the ``frame``.
+    """
+
+    params: SharedParams
+    total: Natural
+    server_factor: Natural
+    opt_state: optax.OptState
+    damping: Array
+    taken: Array
+    progress: Movement
+    frame: Gaussian
+
+
+class SiloState(NamedTuple):
+    """The state that a silo keeps from round to round.
+
+    ``centre`` (dim,) is the point of the ``frame`` from which the local guides measure the globals.
+    ``factor`` is the part that the server has added; ``pending`` is the last change that was sent,
+    of which the silo does not know yet how much was added. ``status`` says how the last visit
+    ended. ``stale`` has the cavity and the posterior from which an asynchronous silo works.
+    """
+
+    params: SiloParams
+    centre: Array
+    factor: Natural
+    pending: Natural
+    visits: Array
+    status: Array
+    stale: tuple[Natural, Natural] | tuple[()]
+    frame: Gaussian
+
+    def effective_factor(self, taken: Array) -> Natural:
+        """Return the factor with the share of its pending change that was added."""
+        return jax.tree.map(lambda a, b: a + taken * b, self.factor, self.pending)
+
+
+class Down(NamedTuple):
+    """A message: shared parameters, sum of factors, share of the last proposal that was added."""
+
+    theta: dict[str, Any]
+    total: Natural
+    taken: Any = ()
+
+
+class Up(NamedTuple):
+    """A silo's message: the change of its factor, and a report of the visit.
+
+    ``log_lik`` is the expected log likelihood at the posterior that the silo received, ``theta``
+    its gradient in the shared parameters. ``statuses`` is a one-hot vector: a sum over silos then
+    counts how visits ended.
+    """
+
+    change: Natural
+    log_lik: Array
+    theta: dict[str, Any]
+    statuses: Array
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,7 +141,7 @@ class PVIAtSilo:
     ``divergence``: The one to the cavity; None for KL.
     ``aggregate``: The function that makes a posterior of a prior and a sum of factors.
     ``steps``: Server updates in a round.
-    ``participants``: Silos that are visited in each of them.
+    ``visits``: Visits in a round, over all silos.
     ``adaptive``: Whether to lower the damping where an update would be improper, instead of
         rejecting it.
     ``deletion`` {"own", "none", "average", "prior"}: The factor that is taken out of the posterior
@@ -80,7 +174,7 @@ class PVIAtSilo:
     aggregate: Callable[[Natural, Natural], Natural]
     num_silos: int
     steps: int
-    participants: int
+    visits: int
     damping: float
     adaptive: bool
     deletion: str
@@ -93,11 +187,6 @@ class PVIAtSilo:
     from_mode: bool
     has_loss: bool
     has_divergence: bool
-
-    @property
-    def visits(self) -> int:
-        """Return how many visits a round has."""
-        return self.steps * self.participants
 
     @property
     def family(self) -> Family[Any]:

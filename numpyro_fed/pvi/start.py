@@ -12,6 +12,8 @@ parabolas. A flat prior has natural parameters of zero: only the sum has to be p
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -22,7 +24,7 @@ from numpyro_fed.local.problem import proper_step
 from numpyro_fed.numerics.expfam.family import Natural
 from numpyro_fed.numerics.gaussian import Gaussian
 from numpyro_fed.pvi.server import PartitionedVI
-from numpyro_fed.pvi.states import ServerState, SiloState
+from numpyro_fed.pvi.silo import ServerState, SiloState
 from numpyro_fed.rounds.exchange import Ask, Exchange, Info, Reply, Round, key_as_noise
 from numpyro_fed.rounds.names import FROM_MODE
 from numpyro_fed.rounds.states import CarriedSilo, SharedParams, SiloParams, WarmStart
@@ -64,9 +66,7 @@ def at_mode(pvi: PartitionedVI) -> Round:
         server_factor = _server_factor_at(pvi, point, first.server_factor)
         total = jax.tree.map(jnp.add, replies.up, server_factor)
 
-        def is_proper(total: Natural) -> Array:
-            return family.proper(pvi.aggregate(prior, total))
-
+        is_proper = partial(pvi.is_proper, prior)
         if pvi.globals.prior_outside is not None:
             # Effects and their scale together (both globals) need not be at a peak of the
             # joint density where the search is, since it has integrated the effects. Then the

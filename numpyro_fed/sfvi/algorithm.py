@@ -17,7 +17,6 @@ silo's reply does not depend on the family of the guide.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -44,7 +43,7 @@ from numpyro_fed.rounds.exchange import (
 from numpyro_fed.rounds.names import SFVI_STEP
 from numpyro_fed.rounds.states import CarriedSilo, SharedParams, SiloParams, WarmStart
 from numpyro_fed.search.start_point import StartPoint, local_guides_of_result
-from numpyro_fed.sfvi.base import FirstParams, GradientAlgorithm, standardising_rounds
+from numpyro_fed.sfvi.base import GradientAlgorithm
 
 
 class ServerState(NamedTuple):
@@ -89,33 +88,23 @@ class SFVIAlgorithm(GradientAlgorithm):
     steps: int = 1
 
     def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:
-        return FederatedAlgorithm(
-            self.init_server,
-            self.init_silo,
-            Round(
-                (self.exchange,),
-                self.round,
-                lambda key: self.guide.globals.noise(key, self.num_particles),
-            ),
-            self.shared,
-            self.private,
-            done=lambda state: convergence.settled(state.course),
-            opening=standardising_rounds(self.guide),
-            warm_start=WarmStart(self.init_server, self.silo_from_result),
-            when_away=WhenAway.SCALE,
+        step = Exchange(
+            SFVI_STEP,
+            self.answer,
+            silo_noise=lambda key, state: self.step_noise(key, state.params),
         )
-
-    @cached_property
-    def exchange(self) -> Exchange[SiloState, GlobalDraws, Up]:
-        """Return the exchange of a step."""
-        return Exchange(SFVI_STEP, self.answer, silo_noise=self.step_noise)
+        round_ = Round(
+            (step,), self.round, lambda key: self.guide.globals.noise(key, self.num_particles)
+        )
+        warm_start = WarmStart(self.init_server, self.silo_from_result)
+        return self.with_round(round_)._replace(warm_start=warm_start, when_away=WhenAway.SCALE)
 
     def init_server(self, key: Array, point: StartPoint | None = None) -> ServerState:
         params, frame = self.first_params(key, point)
         return ServerState(params, convergence.init(params), frame, self.optim.init(params))
 
     def make_silo_state(
-        self, params: SiloParams, frames: dict[str, Gaussian], start: FirstParams
+        self, params: SiloParams, frames: dict[str, Gaussian], shared: SharedParams, frame: Frame
     ) -> SiloState:
         keeps_centre = self.in_part and self.guide.locals_depend_on_globals
         centre = jnp.zeros(self.model.dim) if keeps_centre else None
@@ -134,7 +123,7 @@ class SFVIAlgorithm(GradientAlgorithm):
         (down, server_term), vjp = jax.vjp(
             lambda params: self.draw(params, state.frame, noise), state.params
         )
-        replies = ask(self.exchange.name, down)
+        replies = ask(SFVI_STEP, down)
         # The sum over the silos of this round, scaled up, is an unbiased estimate of that over all.
         times = self.num_silos / len(ask.who)
         up = jax.tree.map(lambda a: times * a, replies.up)
@@ -155,14 +144,13 @@ class SFVIAlgorithm(GradientAlgorithm):
         if isinstance(down.coordinates, Coordinates) and state.centre is not None:
             centre_now = down.coordinates.centre
             # The silo may have missed rounds in which the globals' guide moved.
-            params = self.recentred(state, centre_now - state.centre, data)
+            offset = centre_now - state.centre
+            params = self.recentred(state.params, state.frames, offset, data)
             state = state._replace(params=params, centre=centre_now)
-
-        def term(down: GlobalDraws, params: SiloParams) -> Array:
-            return self.mean_bound(state._replace(params=params), down, noise, data)
-
         # One backward pass for the message and for the silo's own parameters.
-        value, (g_down, g_params) = jax.value_and_grad(term, (0, 1))(down, state.params)
+        value, (g_down, g_params) = jax.value_and_grad(
+            lambda down, params: self.mean_bound(params, state.frames, down, noise, data), (0, 1)
+        )(down, state.params)
         params, opt_state = ascend(self.optim, g_params, state.opt_state, state.params)
         reply = Reply(Up(value, g_down), all_finite((value, g_down)))
         return reply, state._replace(params=params, opt_state=opt_state)
@@ -172,4 +160,4 @@ class SFVIAlgorithm(GradientAlgorithm):
     ) -> SiloState:
         """Return a silo's state at the posterior of another run, with its local guides."""
         eta = local_guides_of_result(self.guide, carried, point, data)
-        return self.silo_from_guides(carried.theta, eta, self.first_params(key, point))
+        return self.silo_from_guides(key, carried.theta, eta, point)

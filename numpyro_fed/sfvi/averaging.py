@@ -18,7 +18,6 @@ a single silo with one local step is SFVI; and weights may be the silos' numbers
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +47,7 @@ from numpyro_fed.rounds.exchange import (
 from numpyro_fed.rounds.names import ROWS, SFVI_AVG_ROUND
 from numpyro_fed.rounds.states import SharedParams, SiloParams
 from numpyro_fed.search.start_point import StartPoint
-from numpyro_fed.sfvi.base import FirstParams, GradientAlgorithm, standardising_rounds
+from numpyro_fed.sfvi.base import GradientAlgorithm
 
 
 class ServerState(NamedTuple):
@@ -173,29 +172,17 @@ class Averaging(GradientAlgorithm):
     by_rows: bool
 
     def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:
-        return FederatedAlgorithm(
-            self.init_server,
-            self.init_silo,
-            Round((self.exchange,), self.round),
-            self.shared,
-            self.private,
-            done=lambda state: convergence.settled(state.course),
-            opening=(*standardising_rounds(self.guide), *((self.count,) if self.by_rows else ())),
-        )
-
-    @cached_property
-    def exchange(self) -> Exchange[SiloState, Down, Up]:
-        """Return the exchange of a round."""
-        return Exchange(
+        exchange = Exchange(
             SFVI_AVG_ROUND,
             self.answer,
             silo_noise=key_as_noise,
             combine=self.aggregation.combine,
             weighted=self.by_rows,
         )
+        opening = (self._count(),) if self.by_rows else ()
+        return self.with_round(Round((exchange,), self.round), *opening)
 
-    @cached_property
-    def count(self) -> Round:
+    def _count(self) -> Round:
         """Return the round that adds up all silos' rows, once before the first one."""
 
         def run(state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
@@ -227,15 +214,14 @@ class Averaging(GradientAlgorithm):
         return ServerState(params, convergence.init(params), frame, total)
 
     def make_silo_state(
-        self, params: SiloParams, frames: dict[str, Gaussian], start: FirstParams
+        self, params: SiloParams, frames: dict[str, Gaussian], shared: SharedParams, frame: Frame
     ) -> SiloState:
         opt_state, centre = self.optim.init(params), jnp.zeros(self.model.dim)
-        shared_opt_state = self.optim.init(start.params)
-        return SiloState(params, opt_state, frames, centre, shared_opt_state, start.frame)
+        return SiloState(params, opt_state, frames, centre, self.optim.init(shared), frame)
 
     def round(self, state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
         """Send the guide, and replace it by an average of the silos' guides."""
-        replies = ask(self.exchange.name, Down(state.params, state.rows))
+        replies = ask(SFVI_AVG_ROUND, Down(state.params, state.rows))
         gathered = self.aggregation.combine is Combine.GATHER
         weights = replies.weight / replies.weight.sum()
 
@@ -259,7 +245,8 @@ class Averaging(GradientAlgorithm):
         scale = down.rows / weight  # N / N_j of the module's docstring
         # The average has another centre than the silo's own guide after its steps. Local guides
         # measured from the wrong one would start the round as guides of other globals.
-        start = self.recentred(state, centre_of(down.params.guide) - state.centre, data)
+        offset = centre_of(down.params.guide) - state.centre
+        start = self.recentred(state.params, state.frames, offset, data)
 
         def objective(
             shared: SharedParams, silo_params: SiloParams, eps: tuple[Array, MinibatchNoise]
@@ -269,9 +256,8 @@ class Averaging(GradientAlgorithm):
                 state.shared_frame.globals, shared.guide, eps[0]
             )
             log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, draws)
-            stepped = state._replace(params=silo_params)
             message = GlobalDraws(theta, draws, coordinates)
-            bound = self.mean_bound(stepped, message, eps[1], data)
+            bound = self.mean_bound(silo_params, state.frames, message, eps[1], data)
             log_prior, log_q = log_prior.mean(), log_q.mean()
             value = log_prior - log_q + scale * bound
             if self.aggregation.name != "product":
@@ -285,7 +271,7 @@ class Averaging(GradientAlgorithm):
             key_global, key_rows = jax.random.split(jax.random.fold_in(noise, i))
             eps = (
                 self.guide.globals.noise(key_global, self.num_particles),
-                self.step_noise(key_rows, state),
+                self.step_noise(key_rows, start),
             )
             pair, value = jax.grad(objective, (0, 1), has_aux=True)(shared, silo_params, eps)
             shared, shared_opt = ascend(self.optim, pair[0], shared_opt, shared)

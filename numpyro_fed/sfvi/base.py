@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.silo_bounds import AtDraw, Bound
 from numpyro_fed.numerics.gaussian import Frame, Gaussian
+from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.exchange import (
     Ask,
     Exchange,
@@ -40,36 +41,6 @@ from numpyro_fed.search.start_point import (
 )
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
-
-
-class FirstParams(NamedTuple):
-    """The server's first parameters, and the frame of which they are coordinates."""
-
-    params: SharedParams
-    frame: Frame
-
-
-class ServerParts(Protocol):
-    """The parts that the server's state has in both algorithms."""
-
-    @property
-    def params(self) -> SharedParams: ...
-
-    @property
-    def frame(self) -> Frame: ...
-
-
-class SiloParts(Protocol):
-    """The parts that a silo's state has in both algorithms."""
-
-    @property
-    def params(self) -> SiloParams: ...
-
-    @property
-    def frames(self) -> dict[str, Gaussian]: ...
-
-    @property
-    def centre(self) -> Array | None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +75,12 @@ class GradientAlgorithm(ABC):
 
     @abstractmethod
     def make_silo_state(
-        self, params: SiloParams, frames: dict[str, Gaussian], start: FirstParams
+        self, params: SiloParams, frames: dict[str, Gaussian], shared: SharedParams, frame: Frame
     ) -> Any:
-        """Return a silo's first state, with ``frames`` of its local guides."""
+        """Return a silo's first state, with ``frames`` of its local guides.
+
+        ``shared`` are the first shared parameters, in their ``frame``.
+        """
 
     def init_silo(self, key: Array, data: SiloData) -> Any:
         """Return a silo's first state, before the mode is known."""
@@ -117,17 +91,24 @@ class GradientAlgorithm(ABC):
         eta = self.guide.init_local(key_guide, data)
         # The silo keeps no shared parameters: the frame and the optimiser's first state do not
         # depend on their values, so the key may be used again.
-        return self.silo_from_guides(private, eta, self.first_params(key))
+        return self.silo_from_guides(key, private, eta)
 
     def silo_from_guides(
-        self, private: Theta, eta: dict[str, GuideParams], start: FirstParams
+        self,
+        key: Array,
+        private: Theta,
+        eta: dict[str, GuideParams],
+        point: StartPoint | None = None,
     ) -> Any:
         """Return a silo's first state with local guides, the frames of its rows from a mode on."""
         frames, inside = self.guide.to_frame(eta) if self.starts_from_point else ({}, eta)
-        return self.make_silo_state(SiloParams(inside, private), frames, start)
+        first = self.first_params(key, point)
+        return self.make_silo_state(SiloParams(inside, private), frames, *first)
 
-    def first_params(self, key: Array, point: StartPoint | None = None) -> FirstParams:
-        """Return the first shared parameters; at a point, zero and standard in its frame.
+    def first_params(
+        self, key: Array, point: StartPoint | None = None
+    ) -> tuple[SharedParams, Frame]:
+        """Return the first shared parameters and their frame; at a point, zero and standard in it.
 
         Where the point is not known yet they are a placeholder of these shapes.
         """
@@ -135,7 +116,7 @@ class GradientAlgorithm(ABC):
             key_theta, key_guide = jax.random.split(key)
             theta = self.model.init_theta(key_theta)
             params = SharedParams(self.guide.init_global(key_guide), theta)
-            return FirstParams(params, Frame.identity(self.model.dim))
+            return params, Frame.identity(self.model.dim)
         if point is None:
             theta, dim = self.model.init_theta(key), self.model.dim
             root = jnp.ones(dim) if self.many_globals else jnp.eye(dim)
@@ -144,7 +125,7 @@ class GradientAlgorithm(ABC):
         # as far as its curvature tells.
         zeros = jax.tree.map(jnp.zeros_like, point.theta)
         eta = self.guide.globals.init(key, jnp.zeros_like(point.centre), 1.0)
-        return FirstParams(SharedParams(eta, zeros), point.frame(self.guide.globals))
+        return SharedParams(eta, zeros), point.frame(self.guide.globals)
 
     def round_from_mode(self) -> Round:
         """Return the round from the states of a search for the mode to those of a run."""
@@ -153,7 +134,7 @@ class GradientAlgorithm(ABC):
             key: Array, down: StartMessage, state: ModeSiloState, data: SiloData
         ) -> tuple[Reply[tuple[()]], Any]:
             eta = local_guides_at_mode(self.model, self.guide, down, state, data)
-            after = self.silo_from_guides(state.private, eta, self.first_params(key, down.point))
+            after = self.silo_from_guides(key, state.private, eta, down.point)
             return Reply((), all_finite(eta)), after
 
         def run(state: BestPoints[Any], key: Array, ask: Ask) -> tuple[Any, Info]:
@@ -166,19 +147,27 @@ class GradientAlgorithm(ABC):
 
         return Round((Exchange(FROM_MODE, silo, silo_noise=key_as_noise),), run, key_as_noise)
 
-    def shared(self, state: ServerParts) -> Shared:
-        """Return shared parameters and the globals' guide."""
-        theta = state.frame.parameters(state.params.theta)
-        return Shared(theta, state.params.guide, state.frame.globals)
+    def with_round(self, round_: Round, *opening: Round) -> FederatedAlgorithm[Any, Any]:
+        """Return the algorithm of this round, and of opening rounds beside those of networks."""
+        return FederatedAlgorithm(
+            self.init_server,
+            self.init_silo,
+            round_,
+            lambda state: Shared(
+                state.frame.parameters(state.params.theta), state.params.guide, state.frame.globals
+            ),
+            lambda state: Private(
+                state.params.private,
+                self.guide.from_frame(state.frames, state.params.guide),
+                state.centre,
+            ),
+            done=lambda state: convergence.settled(state.course),
+            opening=(*standardising_rounds(self.guide), *opening),
+        )
 
-    def private(self, state: SiloParts) -> Private:
-        """Return a silo's parameters and local guides."""
-        eta = self.guide.from_frame(state.frames, state.params.guide)
-        return Private(state.params.private, eta, state.centre)
-
-    def step_noise(self, key: Array, state: SiloParts) -> MinibatchNoise:
+    def step_noise(self, key: Array, params: SiloParams) -> MinibatchNoise:
         """Return the noise of one step at a silo."""
-        sizes = {plate: len(eta["loc"]) for plate, eta in state.params.guide.items()}
+        sizes = {plate: len(eta["loc"]) for plate, eta in params.guide.items()}
         if self.minibatches is None:
             return MinibatchNoise(self.bound.noise(key, sizes, self.num_particles))
         key, key_which = jax.random.split(key)
@@ -186,33 +175,38 @@ class GradientAlgorithm(ABC):
         return MinibatchNoise(rows, self.minibatches.noise(key_which))
 
     def mean_bound(
-        self, state: SiloParts, draws: GlobalDraws, noise: MinibatchNoise, data: SiloData
+        self,
+        params: SiloParams,
+        frames: dict[str, Gaussian],
+        draws: GlobalDraws,
+        noise: MinibatchNoise,
+        data: SiloData,
     ) -> Array:
         """Return a silo's term of the bound (), the mean over draws of the globals."""
-        params, coordinates = state.params, draws.in_frame
+        coordinates, theta = draws.in_frame, {**draws.theta, **params.private}
         batch, indices = draw_minibatch(self.minibatches, noise.which, data)
-        eta = self.guide.from_frame(rows_at(state.frames, indices), rows_at(params.guide, indices))
-
-        theta = {**draws.theta, **params.private}
+        eta = self.guide.from_frame(rows_at(frames, indices), rows_at(params.guide, indices))
 
         def at_draw(z: Array, u: Array, eps: Rows) -> Array:
-            at = coordinates._replace(u=u)
-            return self.bound.value(AtDraw(theta, eta, z, at, batch), eps)
+            at = AtDraw(theta, eta, z, coordinates._replace(u=u), batch)
+            return self.bound.value(at, eps)
 
         return jax.vmap(at_draw, (0, 0, 1))(draws.z_G, coordinates.u, noise.rows).mean()
 
-    def recentred(self, state: SiloParts, offset: Array, data: SiloData) -> SiloParams:
+    def recentred(
+        self, params: SiloParams, frames: dict[str, Gaussian], offset: Array, data: SiloData
+    ) -> SiloParams:
         """Return a silo's parameters, with local guides measured from a moved centre.
 
         The distributions stay the same. The centre of the globals' guide has moved by ``offset``
         (dim,) since the silo last took part; means and scales that are read off at the old centre
         would be those of other globals.
         """
-        guides = state.params.guide
-        in_z = self.guide.from_frame(state.frames, guides)
+        guides = params.guide
+        in_z = self.guide.from_frame(frames, guides)
         offsets = self.guide.offsets_by_plate(in_z, offset, data)
         moved = {p: self.guide.locals[p].recentre(guides[p], offsets[p]) for p in guides}
-        return state.params._replace(guide=moved)
+        return params._replace(guide=moved)
 
 
 def standardising_rounds(guide: Guide) -> tuple[Round, ...]:
@@ -228,8 +222,8 @@ def standardising_rounds(guide: Guide) -> tuple[Round, ...]:
         """Return the round for means of a power of the inputs, measured from the shift so far."""
 
         def silo(
-            noise: object, down: dict[str, Array], state: SiloParts, data: SiloData
-        ) -> tuple[Reply[dict[str, tuple[Array, Array]]], SiloParts]:
+            noise: object, down: dict[str, Array], state: object, data: SiloData
+        ) -> tuple[Reply[dict[str, tuple[Array, Array]]], object]:
             sums: dict[str, tuple[Array, Array]] = {}
             for encoder in encoders:
                 x = encoder.features(data) - down[encoder.name]

@@ -22,11 +22,10 @@ from numpyro_fed.basics.errors import (
     one_of,
     positive_int,
 )
-from numpyro_fed.data.minibatches import Minibatches
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.local_guides import Amortised, with_encoders
 from numpyro_fed.guides.objectives import Objective, draws_of, objective_for
-from numpyro_fed.guides.silo_bounds import Bound, bound_of
+from numpyro_fed.guides.silo_bounds import bound_of
 from numpyro_fed.guides.structured import (
     GuideConfig,
     Structured,
@@ -35,7 +34,7 @@ from numpyro_fed.guides.structured import (
     resolve_guide,
     uses_amortised,
 )
-from numpyro_fed.methods.minibatches import check_rows_alone, minibatches_of
+from numpyro_fed.methods.party_side import check_rows_alone, minibatches_of
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.methods.start import SEARCH_KINDS, check_start, start_kind, start_rounds
 from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO
@@ -132,15 +131,8 @@ class GradientMethod(RowMethod[Result, None], Generic[Settings]):
         """Return the settings with all defaults resolved."""
 
     @abstractmethod
-    def _parts(
-        self,
-        settings: Settings,
-        fm: FederatedModel,
-        plan: Plan,
-        bound: Bound,
-        minibatches: Minibatches | None,
-    ) -> GradientAlgorithm:
-        """Return the parts of the method's algorithm, for a bound with a guide that is built."""
+    def _parts(self, settings: Settings, plan: Plan, common: dict[str, Any]) -> GradientAlgorithm:
+        """Return the parts of the method's algorithm; ``common`` has those of every method."""
 
     def _spec(self, fm: FederatedModel) -> Structured | Amortised | AutoGuide | None:
         """Return the guide of the settings, to be resolved by the model's sizes."""
@@ -170,18 +162,21 @@ class GradientMethod(RowMethod[Result, None], Generic[Settings]):
         fm = with_encoders(fm, guide.encoders)
         objective = self._objective(fm, settings.start)
         draws = draws_of(self.objective, objective, guide)
-        bound = bound_of(fm, guide, objective)
-        minibatches = minibatches_of(fm, plan.plates_of_arrays, self.batch_size, guide, draws)
-        parts, start = self._parts(settings, fm, plan, bound, minibatches), None
-        if settings.start in SEARCH_KINDS:
-            start = start_rounds(
-                settings.start,
-                fm,
-                plan.num_silos,
-                self.starts,
-                as_structured(spec).init_loc_fn,
-                parts.round_from_mode(),
-            )
+        kind, start = settings.start, None
+        common = {
+            "model": fm,
+            "guide": guide,
+            "bound": bound_of(fm, guide, objective),
+            "num_particles": self.num_particles,
+            "num_silos": plan.num_silos,
+            "minibatches": minibatches_of(fm, plan.plates_of_arrays, self.batch_size, guide, draws),
+            "starts_from_point": kind is not None,
+            "many_globals": kind == "wide" or (kind == "result" and fm.dim > SEARCHED_UP_TO),
+        }
+        parts = self._parts(settings, plan, common)
+        if kind in SEARCH_KINDS:
+            init_loc_fn, begin = as_structured(spec).init_loc_fn, parts.round_from_mode()
+            start = start_rounds(kind, fm, plan.num_silos, self.starts, init_loc_fn, begin)
         return Built(
             model=fm,
             guide=guide,
@@ -312,26 +307,14 @@ class SFVI(GradientMethod[GradientSettings]):
         return self._settings(fm, start, guide)
 
     def _parts(
-        self,
-        settings: GradientSettings,
-        fm: FederatedModel,
-        plan: Plan,
-        bound: Bound,
-        minibatches: Minibatches | None,
+        self, settings: GradientSettings, plan: Plan, common: dict[str, Any]
     ) -> SFVIAlgorithm:
-        kind, schedule = settings.start, in_step(self.schedule).build(plan.num_silos)
+        schedule = in_step(self.schedule).build(plan.num_silos)
         return SFVIAlgorithm(
-            fm,
-            bound.guide,
-            bound,
-            self.optim or default_optimiser(),
-            self.num_particles,
-            plan.num_silos,
+            **common,
+            optim=self.optim or default_optimiser(),
             in_part=schedule is not None,
             steps=1 if schedule is None else schedule.steps,
-            minibatches=minibatches,
-            starts_from_point=kind is not None,
-            many_globals=kind == "wide" or (kind == "result" and fm.dim > SEARCHED_UP_TO),
         )
 
 
@@ -489,19 +472,17 @@ class SFVIAvg(GradientMethod[AveragingSettings]):
 
     def _check_facts(self, facts: Sequence[Facts]) -> None:
         first = dict(facts[0].static)
-
-        def may_count_rows(value: object, facts: Facts) -> bool:
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                return False
-            return size_class(value) in dict(facts.sizes).values()
-
         # A static argument that differs is allowed only as a number of rows: anything else may
         # change the likelihood, and each silo's rows are weighed as if all N rows were like them.
         for j, other in enumerate(facts):
             for name, value in other.static:
                 if name not in first or value == first[name]:
                     continue
-                if not (may_count_rows(value, other) and may_count_rows(first[name], facts[0])):
+                count_rows = (
+                    type(n) is int and n > 0 and size_class(n) in dict(told.sizes).values()
+                    for n, told in ((value, other), (first[name], facts[0]))
+                )
+                if not all(count_rows):
                     raise ModelError(
                         f"'{name}' is {value!r} at silo {j} and {first[name]!r} at silo 0, so that "
                         "their rows may have other likelihoods: SFVIAvg weighs each silo's rows as "
@@ -544,26 +525,12 @@ class SFVIAvg(GradientMethod[AveragingSettings]):
             )
         return replace(spec, globals=kind) if isinstance(spec, Structured) else Structured()
 
-    def _parts(
-        self,
-        settings: AveragingSettings,
-        fm: FederatedModel,
-        plan: Plan,
-        bound: Bound,
-        minibatches: Minibatches | None,
-    ) -> Averaging:
-        kind, family = settings.start, settings.guide.globals
+    def _parts(self, settings: AveragingSettings, plan: Plan, common: dict[str, Any]) -> Averaging:
+        diagonal, whitened = settings.guide.globals == "diagonal", settings.start is not None
         return Averaging(
-            model=fm,
-            guide=bound.guide,
-            bound=bound,
-            optim=self.optim or averaging_optimiser(self.local_steps, kind is not None),
-            num_particles=self.num_particles,
-            aggregation=Aggregation(self.aggregate, family == "diagonal", plan.num_silos),
+            **common,
+            optim=self.optim or averaging_optimiser(self.local_steps, whitened),
+            aggregation=Aggregation(self.aggregate, diagonal, plan.num_silos),
             local_steps=self.local_steps,
-            num_silos=plan.num_silos,
             by_rows=settings.by_rows,
-            minibatches=minibatches,
-            starts_from_point=kind is not None,
-            many_globals=kind == "wide",
         )
