@@ -15,7 +15,7 @@ from problems import cut
 
 import numpyro_fed as nf
 from numpyro_fed.basics.files import Store
-from numpyro_fed.basics.precision import precision
+from numpyro_fed.basics.programs import precision
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.dp_newton import algorithm as private_newton
 from numpyro_fed.dp_newton import method as private

@@ -22,7 +22,7 @@ from numpyro_fed.after.predict import SEEN, Draws, Programs, compiled, global_la
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.padding import Filling, arrays_with_rows, padded_arrays, source_rows
 from numpyro_fed.data.silo_data import SiloData, Sizes
-from numpyro_fed.guides.global_draws import GlobalDraws
+from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.text.log_density import outcomes_at
 from numpyro_fed.text.row_checks import default_rtol, refuse_coupled_rows

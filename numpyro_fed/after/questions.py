@@ -37,7 +37,7 @@ from numpyro_fed.after.predict import (
 from numpyro_fed.after.sensitivity import PriorSensitivity
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, positive_int
-from numpyro_fed.basics.precision import in_precision_of_object
+from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.basics.trees import elements
 from numpyro_fed.rounds.progress import shows
 

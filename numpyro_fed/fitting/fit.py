@@ -22,7 +22,7 @@ from numpyro_fed.basics.errors import (
     one_of,
     positive_int,
 )
-from numpyro_fed.basics.precision import precision as precision_as
+from numpyro_fed.basics.programs import precision as precision_as
 from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.dp_newton.method import DPNewton

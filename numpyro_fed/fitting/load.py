@@ -16,7 +16,7 @@ from numpyro_fed.after.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import SavedStateError, positive_int
 from numpyro_fed.basics.files import npz
-from numpyro_fed.basics.precision import in_precision_of_object, precision
+from numpyro_fed.basics.programs import in_precision_of_object, precision
 from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.dp_newton.method import DPNewton
 from numpyro_fed.fitting.fit import MAX_EXCHANGES, FitCall

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.basics.errors import DataError, GuideError
-from numpyro_fed.basics.precision import to_current_precision
+from numpyro_fed.basics.programs import to_current_precision
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.guide import Guide

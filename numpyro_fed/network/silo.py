@@ -25,7 +25,7 @@ from numpyro_fed.basics.errors import (
     SavedStateError,
 )
 from numpyro_fed.basics.files import FolderLock, Store, read_record
-from numpyro_fed.basics.precision import is_double, precision
+from numpyro_fed.basics.programs import is_double, precision
 from numpyro_fed.data.scaling import numbers_of
 from numpyro_fed.data.tables import OTHER, level_counts
 from numpyro_fed.fitting.load import METHODS

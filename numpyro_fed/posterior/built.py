@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from numpyro_fed.basics.errors import SavedStateError
-from numpyro_fed.basics.precision import is_double, precision
+from numpyro_fed.basics.programs import is_double, precision
 from numpyro_fed.data.silo_data import SiloData, Sizes, signature
 from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.objectives import ELBO, Objective

@@ -29,7 +29,7 @@ from numpyro_fed.after.arviz import elpd_data
 from numpyro_fed.basics.errors import DataError, optional
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.global_draws import GlobalDraws
+from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.rounds.exchange import Combine, Exchange, key_as_noise

@@ -19,8 +19,7 @@ from jax import Array
 from numpyro.distributions import biject_to, transforms
 
 from numpyro_fed.basics.errors import ModelError, one_of
-from numpyro_fed.basics.precision import double_precision
-from numpyro_fed.basics.programs import jit_double
+from numpyro_fed.basics.programs import double_precision, jit_double
 from numpyro_fed.basics.trees import double
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics import expfam

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import numpyro.distributions as dist
 
-from numpyro_fed.basics.precision import in_precision_of_object
+from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.numerics.expfam.gaussian_family import rounding
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.pvi.families import GAUSSIAN

@@ -28,7 +28,7 @@ from jax import Array
 from numpyro_fed.basics.trees import all_finite, ascend
 from numpyro_fed.data.minibatches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.global_draws import GlobalDraws
+from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.numerics.gaussian import Coordinates, Frame, Gaussian
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.convergence import ConvergenceStats

@@ -29,8 +29,8 @@ from jax import Array
 from numpyro_fed.basics.trees import Tree, all_finite, ascend
 from numpyro_fed.data.minibatches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.global_draws import GlobalDraws
 from numpyro_fed.guides.global_guides import GuideParams
+from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.numerics import barycenters, linalg
 from numpyro_fed.numerics.gaussian import Frame, Gaussian
 from numpyro_fed.rounds import convergence

@@ -14,9 +14,8 @@ from jax import Array
 from numpyro_fed.basics.trees import all_finite
 from numpyro_fed.data.minibatches import Minibatches, MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.global_draws import GlobalDraws
 from numpyro_fed.guides.global_guides import GuideParams
-from numpyro_fed.guides.guide import Guide
+from numpyro_fed.guides.guide import GlobalDraws, Guide
 from numpyro_fed.guides.silo_bounds import AtDraw, Bound
 from numpyro_fed.numerics.gaussian import Frame, Gaussian
 from numpyro_fed.rounds.exchange import (

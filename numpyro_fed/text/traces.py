@@ -36,8 +36,7 @@ from numpyro.distributions import biject_to, constraints
 from numpyro.distributions.util import sum_rightmost
 
 from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.precision import is_double
-from numpyro_fed.basics.programs import TRACING
+from numpyro_fed.basics.programs import TRACING, is_double
 from numpyro_fed.data.silo_data import SiloData, signature
 from numpyro_fed.numerics.accurate_densities import log_prob, no_more_than_finite
 from numpyro_fed.text.jaxprs import (

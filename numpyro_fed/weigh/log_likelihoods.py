@@ -29,8 +29,7 @@ from jax.random import fold_in
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import Numbers
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.global_draws import GlobalDraws
-from numpyro_fed.guides.guide import Guide
+from numpyro_fed.guides.guide import GlobalDraws, Guide
 from numpyro_fed.guides.silo_bounds import EACH_DRAW, AtDraw, QuadratureBound
 from numpyro_fed.rounds.exchange import (
     Exchange,

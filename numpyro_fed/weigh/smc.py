@@ -40,8 +40,7 @@ from numpyro_fed.basics.errors import NonFiniteError
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import Numbers, namespace
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.global_draws import GlobalDraws
-from numpyro_fed.guides.guide import Guide
+from numpyro_fed.guides.guide import GlobalDraws, Guide
 from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.guides.silo_bounds import QuadratureBound
 from numpyro_fed.numerics.gaussian import Coordinates
