@@ -260,7 +260,10 @@ def conflicts(
     left.set_xlabel("shift of a mean without it (sds)")
     right.set_xlabel("probability of such a conflict")
     right.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    right.xaxis.set_major_formatter(FuncFormatter(_probability))
+    # A tick is at minus the decimal logarithm of a probability.
+    right.xaxis.set_major_formatter(
+        FuncFormatter(lambda x, _: f"{10.0**-n:g}" if (n := round(x)) < 3 else f"$10^{{-{n}}}$")
+    )
     limit = right.axvline(-np.log10(level / k), color=CONTRADICTS, ls="--", lw=1)
     limit.set_label("limit for the longest bar")
     handles = [
@@ -270,9 +273,3 @@ def conflicts(
     ]
     legend(figure, handles if len(flagged) else [handles[0], limit])
     return figure
-
-
-def _probability(exponent: float, _: int | None = None) -> str:
-    """Return the label of a tick at minus the decimal logarithm of a probability."""
-    k = round(exponent)
-    return f"{10.0**-k:g}" if k < 3 else f"$10^{{-{k}}}$"

@@ -15,7 +15,7 @@ sample variance". Sums of squares would lose the sd of numbers far from zero.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -172,19 +172,12 @@ class Scaling:
 
 
 def united(owner: str, parts: Sequence[Scaling]) -> Scaling:
-    """Return the moments of all silos together; ``owner`` stands for a silo in errors."""
+    """Return the moments of all silos together; ``owner`` stands for a silo in errors.
+
+    There is a warning for each column whose mean at some silo is far from those at all others.
+    """
     for j, part in enumerate(parts):
         _check_alike(f"{owner} {j}", part, parts[0], f"{owner} 0")
-    for words in columns_apart(owner, parts):
-        warnings.warn(words, category=DataWarning, stacklevel=3)
-    return reduce(_together, parts)
-
-
-def columns_apart(owner: str, parts: Sequence[Scaling]) -> Iterator[str]:
-    """Yield in words each column whose mean at some silo is far from those at all others.
-
-    ``owner`` stands for a silo. A column of yes or no, or constant at each silo, has no units.
-    """
     for name in parts[0].mean:
         columns = next((p.columns[name] for p in parts if name in p.columns), ())
         each = zip(*((p.mean[name], p.sd[name], p.count[name]) for p in parts), strict=True)
@@ -199,16 +192,20 @@ def columns_apart(owner: str, parts: Sequence[Scaling]) -> Iterator[str]:
             own = ", ".join(f"{owner} {j} has the mean {mean[j]:.4g}" for j in far)
             low, high = (f"{f(mean[others]):.4g}" for f in (np.min, np.max)) if others else ("", "")
             rest = f", where others have {low if low == high else f'{low} to {high}'}"
-            yield (
+            warnings.warn(
                 f"{where}: {own}{rest if others else ''} (sds within silos: "
                 f"{sd[count > 0].min():.3g} to {sd.max():.3g}). Is it in other units there, or "
-                "coded otherwise? Then mend it there; if it is meant so, leave it."
+                "coded otherwise? Then mend it there; if it is meant so, leave it.",
+                category=DataWarning,
+                stacklevel=3,
             )
+    return reduce(_together, parts)
 
 
 def _far_apart(mean: np.ndarray, sd: np.ndarray, count: np.ndarray) -> list[int]:
     """Return the silos whose mean of a column is far from those of the others, (silos,) each."""
     seen = count > 0
+    # A column of yes or no has no units.
     if np.allclose(np.square(sd), mean * (1 - mean), rtol=1e-6, atol=1e-12):
         return []
     squares, of_all, found = count * np.square(sd), (count[seen] - 1).sum(), []

@@ -25,8 +25,8 @@ from jax.typing import ArrayLike
 from numpyro_fed.basics.errors import DataError
 from numpyro_fed.data.tables import (
     SiloInput,
-    agreed_columns,
     as_dict,
+    check_columns,
     column_names,
     model_arguments,
 )
@@ -187,7 +187,12 @@ def read(
         return silos
     arguments = model_arguments(model)
     plain = [as_dict(f"silo {j}", silo, arguments) for j, silo in enumerate(listed(silos))]
-    agreed = agreed_columns(columns or [column_names(silo) for silo in silos])
+    first: dict[str, tuple[int, tuple[str, ...]]] = {}
+    for j, named in enumerate(columns or [column_names(silo) for silo in silos]):
+        for name, own in named.items():
+            i, expected = first.setdefault(name, (j, own))
+            check_columns(f"silo {j}", name, own, expected, f"silo {i}")
+    agreed = tuple(sorted((name, own) for name, (_, own) in first.items()))
     all_data = with_model_data(model, plain)
     found = [_read_plain(f"silo {j}", silo, may_miss=True) for j, silo in enumerate(all_data)]
     # Whole numbers that are missing at some silo are floats there, beside NaN. They become floats

@@ -128,21 +128,16 @@ def MeanField(
     )
 
 
-class LocalConfig(NamedTuple):
-    """The complete settings of the guide of a silo plate's rows: see :class:`LocalGuide`."""
-
-    plate: str
-    kind: str
-    couple_mean: bool
-    couple_scale: bool
-
-
 class GuideConfig(NamedTuple):
-    """The complete settings of a guide, for a model and the sizes of its silo plates."""
+    """The complete settings of a guide, for a model and the sizes of its silo plates.
+
+    ``locals`` has for each plate its name, and the kind of covariance, ``couple_mean`` and
+    ``couple_scale`` of a :class:`LocalGuide`.
+    """
 
     globals: str
     rank: int | None
-    locals: tuple[LocalConfig, ...]
+    locals: tuple[tuple[str, str, bool, bool], ...]
 
 
 Spec: TypeAlias = Structured | Amortised | AutoGuide
@@ -175,7 +170,7 @@ def resolve_guide(
         if row_covariance == AMORTISED:
             mean = scale = False
         mean, scale = (couple if own is None else own for own in (mean, scale))
-        plates.append(LocalConfig(p.name, row_covariance, mean, scale))
+        plates.append((p.name, row_covariance, mean, scale))
     # About the square root, as NumPyro's AutoLowRankMultivariateNormal has it, and at most 20.
     rank = spec.rank or min(int(fm.dim**0.5) + 1, 20)
     covariance = _globals_covariance(spec, fm, at_mode)
@@ -203,7 +198,18 @@ def build_guide(
         if kind == AMORTISED and row_of is not None:
             setting = _setting_of_plate(spec, fm, plate)
             encoders[plate] = encoder_of(setting, fm, plate, width, row_of(plate), init_scale)
-    globals_ = _global_guide(spec, chosen, rank, fm)
+    globals_: GlobalGuide[Array]
+    if isinstance(spec.globals, AutoGuide):
+        globals_ = from_autoguide(spec.globals, fm.dim)
+    elif chosen == "skewed":
+        # Bounded sites first: scales before their effects.
+        sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
+        order = tuple(i for s in sites for i in range(s.start, s.stop))
+        globals_ = Skewed(fm.dim, init_scale, order)
+    elif chosen == "low_rank":
+        globals_ = LowRank(fm.dim, init_scale, rank or 1)
+    else:
+        globals_ = (Full if chosen == "full" else Diagonal)(fm.dim, init_scale)
     return Guide(fm, globals_, locals_, spec.init_loc_fn, encoders)
 
 
@@ -250,38 +256,15 @@ def _globals_covariance(spec: Structured, fm: FederatedModel, at_mode: bool) -> 
         scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
         if at_mode and scales and dim <= SKEWED_UP_TO:
             return "skewed"
-        return (
-            "full"
-            if dim <= FULL_COVARIANCE_UP_TO
-            else "low_rank"
-            if dim <= LOW_RANK_UP_TO
-            else "diagonal"
-        )
+        if dim <= FULL_COVARIANCE_UP_TO:
+            return "full"
+        return "low_rank" if dim <= LOW_RANK_UP_TO else "diagonal"
     if setting not in ("diagonal", "full", "skewed", "low_rank"):
         raise GuideError(
             f"globals={setting!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "
             "NumPyro autoguide."
         )
     return setting
-
-
-def _global_guide(
-    spec: Structured, covariance: str, rank: int | None, fm: FederatedModel
-) -> GlobalGuide[Array]:
-    """Return the guide of the globals with complete settings."""
-    dim, init_scale = fm.dim, spec.init_scale
-    if isinstance(spec.globals, AutoGuide):
-        return from_autoguide(spec.globals, dim)
-    if covariance == "diagonal":
-        return Diagonal(dim, init_scale)
-    if covariance == "full":
-        return Full(dim, init_scale)
-    if covariance == "skewed":
-        # Bounded sites first: scales before their effects.
-        sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
-        order = tuple(i for s in sites for i in range(s.start, s.stop))
-        return Skewed(dim, init_scale, order)
-    return LowRank(dim, init_scale, rank or 1)
 
 
 def _setting_of_plate(spec: Structured, fm: FederatedModel, plate: str) -> Any:

@@ -148,22 +148,6 @@ def _log_choices(n: Array, y: Array) -> Array:
     return gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1)
 
 
-def _gamma_poisson(y: Array, a: Array, rate: Array) -> Array:
-    # A mean of zero is an infinite rate.
-    excess = -a * jnp.log1p(1 / rate) - y * jnp.log1p(jnp.where(y == 0, 1.0, rate))
-    return log_rising(a, y) - gammaln(y + 1) + excess
-
-
-def _negative_binomial_logits(y: Array, n: Array, logits: Array) -> Array:
-    excess = -n * softplus(logits) - y * softplus(jnp.where(y == 0, 0.0, -logits))
-    return log_rising(n, y) - gammaln(y + 1) + excess
-
-
-def _beta_negative_binomial(y: Array, a: Array, b: Array, n: Array) -> Array:
-    of_beta = log_rising(a, y) + log_rising(b, n) - log_rising(a + b, n + y)
-    return log_rising(n, y) - gammaln(y + 1) + of_beta
-
-
 def _log_gamma_density(a: Array, rate: Array, y: Array) -> Array:
     """Return the log density of a gamma distribution, without large terms near its mean."""
     deviation = rate * y - a
@@ -191,12 +175,6 @@ def _dirichlet(x: Array, a: Array) -> Array:
     # The sum of x is one. Off the simplex the derivatives go on as those of x ** (a - 1).
     beyond = total * (one - jax.lax.stop_gradient(one))
     return shares - _log_gamma_density(total, total, jnp.ones_like(total)) + beyond
-
-
-def _dirichlet_multinomial(y: Array, a: Array) -> Array:
-    parts = (log_rising(a, y) - gammaln(y + 1)).sum(-1)
-    total = y.sum(-1)
-    return parts + gammaln(total + 1) - log_rising(a.sum(-1), total)
 
 
 def _student_t(y: Array, df: Array, loc: Array, scale: Array) -> Array:
@@ -282,20 +260,49 @@ def _truncated(d: dist.TwoSidedTruncatedDistribution, value: ArrayLike) -> Array
 # gamma-Poisson distributions; a beta distribution is made of a Dirichlet, and an inverse gamma of a
 # gamma distribution.
 ACCURATE: dict[type, LogProb] = {
-    dist.GammaPoisson: _formula("concentration rate", _gamma_poisson),
+    # A mean of zero is an infinite rate.
+    dist.GammaPoisson: _formula(
+        "concentration rate",
+        lambda y, a, rate: (
+            log_rising(a, y)
+            - gammaln(y + 1)
+            + (-a * jnp.log1p(1 / rate) - y * jnp.log1p(jnp.where(y == 0, 1.0, rate)))
+        ),
+    ),
     dist.NegativeBinomialProbs: _formula(
         "total_count probs",
         lambda y, n, p: log_rising(n, y) - gammaln(y + 1) + _times_log1m(n, p) + times_log(y, p),
     ),
-    dist.NegativeBinomialLogits: _formula("total_count logits", _negative_binomial_logits),
+    dist.NegativeBinomialLogits: _formula(
+        "total_count logits",
+        lambda y, n, logits: (
+            log_rising(n, y)
+            - gammaln(y + 1)
+            + (-n * softplus(logits) - y * softplus(jnp.where(y == 0, 0.0, -logits)))
+        ),
+    ),
     dist.BetaBinomial: _formula(
         "concentration1 concentration0 total_count",
         lambda y, a, b, n: (
             _log_choices(n, y) + log_rising(a, y) + log_rising(b, n - y) - log_rising(a + b, n)
         ),
     ),
-    dist.BetaNegativeBinomial: _formula("concentration1 concentration0 n", _beta_negative_binomial),
-    dist.DirichletMultinomial: _formula("concentration", _dirichlet_multinomial),
+    dist.BetaNegativeBinomial: _formula(
+        "concentration1 concentration0 n",
+        lambda y, a, b, n: (
+            log_rising(n, y)
+            - gammaln(y + 1)
+            + (log_rising(a, y) + log_rising(b, n) - log_rising(a + b, n + y))
+        ),
+    ),
+    dist.DirichletMultinomial: _formula(
+        "concentration",
+        lambda y, a: (
+            (log_rising(a, y) - gammaln(y + 1)).sum(-1)
+            + gammaln(y.sum(-1) + 1)
+            - log_rising(a.sum(-1), y.sum(-1))
+        ),
+    ),
     dist.Gamma: _formula("concentration rate", lambda y, a, rate: _log_gamma_density(a, rate, y)),
     dist.Dirichlet: _formula("concentration", _dirichlet),
     dist.StudentT: _formula("df loc scale", _student_t),

@@ -187,11 +187,7 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
     roots = jax.vmap(linalg.root_of)(roots[:, order])
     eps = jnp.finfo(roots.dtype).eps
 
-    def cond_fn(carry: tuple[Array, Array, Array]) -> Array:
-        i, _, moved = carry
-        return (i < MAX_STEPS) & (moved > 10 * eps)
-
-    def body_fn(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def step(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         i, L, _ = carry
         # One transport, by the average of the maps to all distributions.
         M = jnp.einsum("j,jab->ab", weights, jax.vmap(partial(_map_to, L))(roots))
@@ -202,7 +198,9 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
     # The average of the roots is exact for diagonal covariances, and a start for all others.
     first = linalg.root_of(jnp.einsum("j,jab->ab", weights, roots))
     start = jnp.zeros((), jnp.int32), first, jnp.array(jnp.inf, roots.dtype)
-    found = jax.lax.while_loop(cond_fn, body_fn, start)[1]
+    found = jax.lax.while_loop(
+        lambda carry: (carry[0] < MAX_STEPS) & (carry[2] > 10 * eps), step, start
+    )[1]
     return loc, linalg.root_of(found[jnp.argsort(order)])
 
 

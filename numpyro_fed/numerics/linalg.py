@@ -135,7 +135,7 @@ def eigh(A: Array) -> tuple[Array, Array]:
     if A.shape[-1] < 2:
         return A.sum(-1), jnp.ones_like(A)
     if A.shape[-1] > 2:
-        return _each(_eigh, A)
+        return _each(_in_turn_on_cpu(lambda A: tuple(jnp.linalg.eigh(A))), A)
     a, b, c = A[..., 0, 0], A[..., 1, 0], A[..., 1, 1]
     half, r = 0.5 * (a - c), jnp.hypot(0.5 * (a - c), b)
     # Of cosine and sine of the larger one's angle, the one that is not small is a root, and the
@@ -176,12 +176,6 @@ def svd(A: Array) -> tuple[Array, Array, Array]:
 def least_squares(A: Array, b: Array) -> Array:
     """Return the shortest ``x`` that minimises ``|A x - b|``, for ``A`` (n, k)."""
     return jnp.linalg.lstsq(A, b)[0]
-
-
-@_in_turn_on_cpu
-def _eigh(A: Array) -> tuple[Array, Array]:
-    values, vectors = jnp.linalg.eigh(A)
-    return values, vectors
 
 
 def _matrix(rows: list[list[Array]]) -> Array:
