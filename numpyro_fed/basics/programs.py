@@ -185,9 +185,7 @@ def while_loop(
     if not on_accelerator():
         return jax.lax.while_loop(goes_on, step, start)
 
-    def group(carry: Carry) -> Carry:
-        return jax.lax.fori_loop(0, GROUP, lambda _, c: where(goes_on(c), step(c), c), carry)
-
+    group = partial(jax.lax.fori_loop, 0, GROUP, lambda _, c: where(goes_on(c), step(c), c))
     return jax.lax.while_loop(goes_on, group, start)
 
 

@@ -162,8 +162,8 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
             head = json.loads(file[HEAD].tobytes())
             if "error" in head:
                 raise DataError(head["error"])
-            for j, (silo, names) in enumerate(zip(head["silos"], head["names"], strict=True)):
-                arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(names)}
+            for j, silo in enumerate(head["silos"]):
+                arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(silo["names"])}
                 everyones.append(unflatten_skeleton(silo["tree"], {**arrays, **silo["static"]}))
                 columns.append({name: tuple(of) for name, of in silo["columns"].items()})
     return read(everyones, model, columns)
@@ -407,19 +407,11 @@ def _packed(silos: Sequence[SiloInput]) -> bytes:
     except Exception as error:  # of whatever kind: the other processes wait for an answer
         head, arrays = {"error": f"{type(error).__name__}: {error}"}, dict[str, Any]()
     else:
-        names = [list(s.arrays) for s in found]
-        of_silos = [
-            {
-                "tree": skeleton(s.named_tree()),
-                "static": dict(s.static),
-                "columns": dict(s.columns),
-            }
-            for s in found
-        ]
-        head = {"silos": of_silos, "names": names}
-        arrays = {
-            f"{j}/{i}": s.arrays[n] for j, s in enumerate(found) for i, n in enumerate(names[j])
-        }
+        head, arrays = {"silos": []}, {}
+        for j, s in enumerate(found):
+            tree, kept = skeleton(s.named_tree()), {"static": dict(s.static), "names": [*s.arrays]}
+            head["silos"].append({"tree": tree, "columns": dict(s.columns), **kept})
+            arrays |= {f"{j}/{i}": a for i, a in enumerate(s.arrays.values())}
     file = io.BytesIO()
     np.savez(file, **{HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
     return file.getvalue()

@@ -173,8 +173,25 @@ def resolve_guide(
         plates.append((p.name, row_covariance, mean, scale))
     # About the square root, as NumPyro's AutoLowRankMultivariateNormal has it, and at most 20.
     rank = spec.rank or min(int(fm.dim**0.5) + 1, 20)
-    covariance = _globals_covariance(spec, fm, at_mode)
-    return GuideConfig(covariance, rank if covariance == "low_rank" else None, tuple(plates))
+    chosen = spec.globals
+    if isinstance(chosen, AutoGuide):
+        return GuideConfig(type(chosen).__name__, None, tuple(plates))
+    if chosen == "auto":
+        latents = fm.named("latent")
+        # A bounded site beside another one is most often a scale and its effects.
+        scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
+        if at_mode and scales and fm.dim <= SKEWED_UP_TO:
+            chosen = "skewed"
+        elif fm.dim <= FULL_COVARIANCE_UP_TO:
+            chosen = "full"
+        else:
+            chosen = "low_rank" if fm.dim <= LOW_RANK_UP_TO else "diagonal"
+    if chosen not in ("diagonal", "full", "skewed", "low_rank"):
+        raise GuideError(
+            f"globals={chosen!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "
+            "NumPyro autoguide."
+        )
+    return GuideConfig(chosen, rank if chosen == "low_rank" else None, tuple(plates))
 
 
 def build_guide(
@@ -243,28 +260,6 @@ def _unbounded(fm: FederatedModel, site: Site) -> bool:
     support = fm.structure.supports[site.name]
     base = getattr(support, "base_constraint", support)
     return base in (constraints.real, constraints.real_vector)
-
-
-def _globals_covariance(spec: Structured, fm: FederatedModel, at_mode: bool) -> str:
-    """Return the kind of the globals' covariance, or the name of an autoguide."""
-    setting, dim = spec.globals, fm.dim
-    if isinstance(setting, AutoGuide):
-        return type(setting).__name__
-    if setting == "auto":
-        latents = fm.named("latent")
-        # A bounded site beside another one is most often a scale and its effects.
-        scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
-        if at_mode and scales and dim <= SKEWED_UP_TO:
-            return "skewed"
-        if dim <= FULL_COVARIANCE_UP_TO:
-            return "full"
-        return "low_rank" if dim <= LOW_RANK_UP_TO else "diagonal"
-    if setting not in ("diagonal", "full", "skewed", "low_rank"):
-        raise GuideError(
-            f"globals={setting!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "
-            "NumPyro autoguide."
-        )
-    return setting
 
 
 def _setting_of_plate(spec: Structured, fm: FederatedModel, plate: str) -> Any:

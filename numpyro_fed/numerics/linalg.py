@@ -254,10 +254,7 @@ def _factors_by_columns(A: Array) -> Array:
     place = jnp.arange(d)
 
     def step(j: Array, A: Array) -> Array:
-        """Return the stack with column ``j`` of the factors, and the columns to its right reduced.
-
-        They are reduced by the outer product of column ``j``, as in the right-looking algorithm.
-        """
+        """Return the stack with column ``j`` of the factors, and those to its right reduced."""
         column = jax.lax.dynamic_index_in_dim(A, j, -1, keepdims=False)
         pivot = jax.lax.dynamic_index_in_dim(column, j, -1)
         column = jnp.where(place >= j, column / jnp.sqrt(pivot), 0.0)
