@@ -152,7 +152,27 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
     """Return the data of the silos of all processes of a program, read and checked."""
     if isinstance(silos, ReadSilos) or jax.process_count() == 1:
         return read(silos, model)
-    own = _packed(silos)
+    # This process's own silos, or the error about them, as bytes.
+    head: dict[str, Any] = {"silos": []}
+    arrays: dict[str, Any] = {}
+    try:
+        process = f"process {jax.process_index()}"
+        found = [read_one(f"silo {j} of {process}", s, may_miss=True) for j, s in enumerate(silos)]
+        if odd := next((s for s in found if not _is_plain(s.kwargs)), None):
+            raise DataError(
+                "over several processes arguments are dicts with names, lists and tuples, got "
+                f"{jax.tree.structure(odd.kwargs)} in {process}."
+            )
+    except Exception as error:  # of whatever kind: the other processes wait for an answer
+        head = {"error": f"{type(error).__name__}: {error}"}
+    else:
+        for j, s in enumerate(found):
+            tree, kept = skeleton(s.named_tree()), {"static": dict(s.static), "names": [*s.arrays]}
+            head["silos"].append({"tree": tree, "columns": dict(s.columns), **kept})
+            arrays |= {f"{j}/{i}": a for i, a in enumerate(s.arrays.values())}
+    packed = io.BytesIO()
+    np.savez(packed, **{HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
+    own = packed.getvalue()
     longest = int(process_allgather(np.array(len(own))).max())
     room = np.zeros(longest, np.uint8)
     room[: len(own)] = np.frombuffer(own, np.uint8)
@@ -391,30 +411,6 @@ def _check_alike(silos: Sequence[SiloData]) -> None:
                     f"silo {j}, '{name}' has shape {value.shape} but silo {i} has {other.shape}. "
                     "Sizes may differ between silos, but not the number of axes."
                 )
-
-
-def _packed(silos: Sequence[SiloInput]) -> bytes:
-    """Return the silos of this process, or the error about them, as bytes."""
-    head: dict[str, Any]
-    try:
-        process = f"process {jax.process_index()}"
-        found = [read_one(f"silo {j} of {process}", s, may_miss=True) for j, s in enumerate(silos)]
-        if odd := next((s for s in found if not _is_plain(s.kwargs)), None):
-            raise DataError(
-                "over several processes arguments are dicts with names, lists and tuples, got "
-                f"{jax.tree.structure(odd.kwargs)} in {process}."
-            )
-    except Exception as error:  # of whatever kind: the other processes wait for an answer
-        head, arrays = {"error": f"{type(error).__name__}: {error}"}, dict[str, Any]()
-    else:
-        head, arrays = {"silos": []}, {}
-        for j, s in enumerate(found):
-            tree, kept = skeleton(s.named_tree()), {"static": dict(s.static), "names": [*s.arrays]}
-            head["silos"].append({"tree": tree, "columns": dict(s.columns), **kept})
-            arrays |= {f"{j}/{i}": a for i, a in enumerate(s.arrays.values())}
-    file = io.BytesIO()
-    np.savez(file, **{HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
-    return file.getvalue()
 
 
 def _is_plain(tree: object) -> bool:

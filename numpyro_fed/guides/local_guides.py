@@ -257,14 +257,9 @@ class Encoder:
         """Return the name of the network's parameters among the shared parameters."""
         return f"encoder of '{self.plate}'"
 
-    @property
-    def standardises(self) -> bool:
-        """Return whether the inputs are standardised before the run."""
-        return self.hidden > 0
-
     def init(self, key: Array) -> dict[str, Array]:
         """Return the first parameters."""
-        if not self.standardises:
+        if not self.hidden:
             return {name: jnp.asarray(a) for name, a in _learnt(self.module)[0].items()}
         width = sum(math.prod(shape) for shape, _ in self.row.values())
         fresh = _network(width + self.reads, self.dim, self.hidden, key)
@@ -280,7 +275,7 @@ class Encoder:
         self, phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
     ) -> GuideParams:
         """Return the parameters of the plate's guide, (rows, dim) each."""
-        if self.standardises:
+        if self.hidden:
             # Means and sds of the inputs are among the shared parameters, but are not learnt.
             shift, scale = stop_gradient((phi["shift"], phi["scale"]))
             x, read = jnp.arcsinh((self.features(data) - shift) / scale), z_G[: self.reads]

@@ -221,7 +221,7 @@ def standardising_rounds(guide: Guide) -> tuple[Round, ...]:
     mean of all silos. One round with sums of squares would do, but would lose the variance of
     numbers far from zero to rounding.
     """
-    encoders = [e for e in guide.encoders.values() if e.standardises]
+    encoders = [e for e in guide.encoders.values() if e.hidden]
 
     def round_of(name: str, power: int) -> Round:
         """Return the round for means of a power of the inputs, measured from the shift so far."""
