@@ -251,27 +251,6 @@ class Laplace:
         if apart and self.outer_plates:
             raise ValueError("rows below the latents of an outer plate have no modes of their own.")
 
-        # The locals after the best step size: for each row, or for all rows together. Rows choose
-        # each for itself only where nothing above them moves: their terms are then independent.
-        def best_of(z: Rows, direction: Rows) -> Rows:
-            # A size of zero is always among those tried: a row that no step improves stays.
-            sizes = jnp.array([*settings.step_sizes, 0.0])
-            terms = jax.lax.map(
-                lambda size: self.model.smoothed.log_silo(
-                    *(theta, z_G, jax.tree.map(lambda a, b: a + size * b, z, direction), data)
-                ),
-                sizes,
-            )
-            if self.outer_plates and not fix_outer:
-                total = sum(t.sum(1) for t in terms.values())
-                best = sizes[jnp.argmax(jnp.where(jnp.isnan(total), -jnp.inf, total))]
-                return jax.tree.map(lambda a, b: a + best * b, z, direction)
-            moved = dict(z)
-            for p in [p for p in z if p not in self.outer_plates]:
-                values = jnp.where(jnp.isnan(terms[p]), -jnp.inf, terms[p])
-                moved[p] = z[p] + sizes[jnp.argmax(values, 0)][:, None] * direction[p]
-            return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), moved, z)
-
         def step(carry: tuple[Array, SearchEnd]) -> tuple[Array, SearchEnd]:
             i, near = carry
             uphill = near.arrow._replace(rows=jax.tree.map(_positive, near.arrow.rows))
@@ -279,7 +258,29 @@ class Laplace:
             # leads uphill all the same (Dauphin et al. 2014).
             direction = Factor.of(uphill, positive=True).solve(near.arrow.g)
             direction = {**jax.tree.map(jnp.zeros_like, near.z), **direction}
-            z = best_of(near.z, direction)
+            # A size of zero is always among those tried: a row that no step improves stays.
+            sizes = jnp.array([*settings.step_sizes, 0.0])
+            terms = jax.lax.map(
+                lambda size: self.model.smoothed.log_silo(
+                    theta,
+                    z_G,
+                    jax.tree.map(lambda a, b: a + size * b, near.z, direction),
+                    data,
+                ),
+                sizes,
+            )
+            # The best size is chosen for each row, or for all rows together. Rows choose each for
+            # itself only where nothing above them moves: their terms are then independent.
+            z = dict(near.z)
+            if self.outer_plates and not fix_outer:
+                total = sum(t.sum(1) for t in terms.values())
+                best = sizes[jnp.argmax(jnp.where(jnp.isnan(total), -jnp.inf, total))]
+                z = jax.tree.map(lambda a, b: a + best * b, near.z, direction)
+            else:
+                for p in [p for p in z if p not in self.outer_plates]:
+                    values = jnp.where(jnp.isnan(terms[p]), -jnp.inf, terms[p])
+                    z[p] = z[p] + sizes[jnp.argmax(values, 0)][:, None] * direction[p]
+                z = jax.tree.map(lambda a, old: jnp.where(jnp.isfinite(a), a, old), z, near.z)
             if apart:
                 on = near.rows_to_move(tolerance, apart=True)
                 z = {p: jnp.where(on[p][:, None], z[p], near.z[p]) for p in z}

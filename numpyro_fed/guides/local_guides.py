@@ -316,7 +316,7 @@ def encoder_of(
         try:
             out = jax.eval_shape(
                 lambda row: given.apply(
-                    *(phi, row, fm.constrain_global(fm.init_theta(key), jnp.zeros(fm.dim)))
+                    phi, row, fm.constrain_global(fm.init_theta(key), jnp.zeros(fm.dim))
                 ),
                 one,
             )

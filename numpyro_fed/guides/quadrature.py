@@ -237,12 +237,12 @@ class RowIntegrals:
             t, log_w = (jnp.asarray(a, mode.dtype) for a in hermite(self.nodes, d))
             nodes = jnp.broadcast_to(t.T, (*mode.shape, len(t)))
             steps = jnp.sqrt(2.0) * linalg.solve(root, nodes, transposed=True)  # (rows, d, K)
-
-            def at(step: Array, plate: str = plate, mode: Array = mode) -> Array:
-                z = {**latents, plate: mode + step}
-                return self.model.log_silo(theta, z_G, z, data)[plate]
-
-            each = jax.vmap(at)(jnp.moveaxis(steps, -1, 0)) + log_w[:, None]
+            log_p = jax.vmap(
+                lambda step, p=plate, mode=mode: self.model.log_silo(
+                    theta, z_G, {**latents, p: mode + step}, data
+                )[p]
+            )(jnp.moveaxis(steps, -1, 0))
+            each = log_p + log_w[:, None]
             log_det = jnp.log(jnp.diagonal(root, axis1=-2, axis2=-1)).sum(-1)
             value = jax.nn.logsumexp(each, 0) + 0.5 * d * jnp.log(2.0) - log_det
             terms[plate] = data.masked(plate, value)

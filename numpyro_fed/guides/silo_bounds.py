@@ -270,7 +270,9 @@ class SiloBound:
                 lambda own, rest: jax.vmap(partial(self._log_ratio, at=rest[1]))(
                     jax.tree.map(jnp.add, rest[0], own)
                 ),
-                *(self._counts, moved_by_guide, (moved_by_globals, self._stopped(below))),
+                self._counts,
+                moved_by_guide,
+                (moved_by_globals, self._stopped(below)),
             )
         stopped = at if self.plain else self._stopped(at)
         outer = {p: self._log_q(p, stopped, z_outer[p]) for p in self.guide.outer_plates}

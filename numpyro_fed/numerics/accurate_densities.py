@@ -121,9 +121,7 @@ def softplus(x: Array) -> Array:
     return jnp.maximum(x, 0.0) + 2 * s * series
 
 
-@softplus.defjvp
-def _softplus_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return softplus(*primals), jax.nn.sigmoid(*primals) * tangents[0]
+softplus.defjvps(lambda change, _, x: jax.nn.sigmoid(x) * change)
 
 
 def times_log(k: Array, x: ArrayLike) -> Array:
@@ -131,15 +129,12 @@ def times_log(k: Array, x: ArrayLike) -> Array:
     return jnp.where(k == 0, 0.0, k * jnp.log(jnp.where(k == 0, 1.0, x)))
 
 
-def _floats(*values: ArrayLike) -> list[Array]:
-    return [jnp.asarray(v, jnp.result_type(v, float)) for v in values]
-
-
 def _formula(names: str, f: Callable[..., Array]) -> LogProb:
     """Return the log density that is ``f`` of a value and of these parameters, all as floats."""
 
     def log_density(d: Distribution, value: ArrayLike) -> Array:
-        return f(*_floats(value, *(getattr(d, name) for name in names.split())))
+        numbers = (value, *(getattr(d, name) for name in names.split()))
+        return f(*(jnp.asarray(v, jnp.result_type(v, float)) for v in numbers))
 
     return log_density
 
@@ -209,8 +204,8 @@ def _times_log1m(k: Array, p: Array) -> Array:
 def _poisson(d: dist.Poisson, value: ArrayLike) -> Array:
     if d.is_sparse:
         return jnp.asarray(dist.Poisson.log_prob(d, value))
-    rate, y = _floats(d.rate, value)
-    return times_log(y, rate) - gammaln(y + 1) - rate
+    dense = _formula("rate", lambda y, rate: times_log(y, rate) - gammaln(y + 1) - rate)
+    return dense(d, value)
 
 
 def _ordered_logistic(d: dist.OrderedLogistic, value: ArrayLike) -> Array:

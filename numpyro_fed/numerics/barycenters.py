@@ -7,8 +7,6 @@ the distribution closest to all of them, :math:`\arg\min_q \sum_j w_j D(q_j, q)`
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -209,7 +207,11 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
     def step(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         i, L, _ = carry
         # One transport, by the average of the maps to all distributions.
-        M = jnp.einsum("j,jab->ab", weights, jax.vmap(partial(_map_to, L))(roots))
+        # A map is (L' R R' L)^(1/2). The eigenvalues of that product would have half as many digits
+        # as the singular values of L' R.
+        U, d, _ = jax.vmap(lambda root: linalg.svd(L.T @ root))(roots)
+        maps = jax.vmap(lambda U, d: (U * d) @ U.T)(U, d)
+        M = jnp.einsum("j,jab->ab", weights, maps)
         after = linalg.root_of(linalg.solve(L, M, transposed=True))
         scale = jnp.sqrt((after**2).sum(1))
         return i + 1, after, (jnp.abs(after - L) / scale[:, None]).max()
@@ -221,10 +223,3 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
         lambda carry: (carry[0] < MAX_STEPS) & (carry[2] > 10 * eps), step, start
     )[1]
     return loc, linalg.root_of(found[jnp.argsort(order)])
-
-
-def _map_to(L: Array, root: Array) -> Array:
-    """Return :math:`(L' R R' L)^{1/2}` by the singular values of :math:`L' R`."""
-    # The eigenvalues of the product would have half as many digits.
-    U, d, _ = linalg.svd(L.T @ root)
-    return (U * d) @ U.T

@@ -208,17 +208,14 @@ def _cholesky(A: Array) -> Array:
     return jnp.tril(jnp.where(positive[..., None, None], _matrix(L), jnp.nan))
 
 
-@_cholesky.defjvp
-def _cholesky_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    L, (change,) = _cholesky(*primals), tangents
-    return L, _changed(L, change)
-
-
 def _changed(L: Array, change: Array) -> Array:
     r"""Return how ``L`` changes as :math:`A = L L'` does: :math:`L \Phi(L^{-1} \dot A L^{-T})`."""
     # Phi keeps the entries of a matrix below the diagonal, and half of its diagonal.
     inner = solve(L, jnp.swapaxes(solve(L, change), -1, -2))
     return _dot(L, jnp.tril(inner) * (1 - 0.5 * jnp.eye(L.shape[-1], dtype=L.dtype)))
+
+
+_cholesky.defjvps(lambda change, L, A: _changed(L, change))
 
 
 @jax.custom_jvp
@@ -229,11 +226,9 @@ def _root_of(M: Array) -> Array:
     return R.T * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
 
 
-@_root_of.defjvp
-def _root_of_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (M,), (change,) = primals, tangents
-    L, across = _root_of(M), _dot(change, M.T)
-    return L, _changed(L, across + across.T)
+_root_of.defjvps(
+    lambda change, L, M: _changed(L, (across := _dot(change, M.T)) + across.T),
+)
 
 
 @custom_vmap
