@@ -340,41 +340,37 @@ def _read_array(owner: str, name: str, value: object) -> np.ndarray:
             "jax.config.update('jax_enable_x64', True)."
         )
     narrower = array.dtype.kind == "f" and array.dtype.itemsize < original.dtype.itemsize
-    if narrower and array.size and not np.isinf(array).any():
-        _check_cast(owner, name, original, array)
-    return array
-
-
-def _check_cast(owner: str, name: str, original: np.ndarray, array: np.ndarray) -> None:
-    """Refuse a column if rounding to single precision loses a part of its spread."""
+    if not narrower or not array.size or np.isinf(array).any():
+        return array
+    # A column is refused if rounding to single precision loses a part of its spread.
     rows = original.reshape(-1, original.shape[-1] if original.ndim > 1 else 1)
-    array, present = array.reshape(rows.shape), ~np.isnan(rows)
+    narrow, present = array.reshape(rows.shape), ~np.isnan(rows)
     if not present.all():
         # What is missing stands at the first number that is there: it adds nothing to a spread.
         first = rows[present.argmax(0), np.arange(rows.shape[1])]
         rows = np.where(present, rows, np.where(np.isnan(first), 0.0, first))
-        array = np.where(present, array, rows.astype(array.dtype))
+        narrow = np.where(present, narrow, rows.astype(narrow.dtype))
     # About the first row: the square of a large mean would cancel digits of the sd.
     sd = np.std(rows - rows[:1], axis=0)
-    largest = np.abs(array).max(0, initial=0.0)
+    largest = np.abs(narrow).max(0, initial=0.0)
     gap = np.spacing(largest).astype(np.float64)
     # Values that single precision holds exactly, such as counts, lose nothing however dense.
-    rounded = np.abs(array - rows).max(0, initial=0.0) > 0
+    rounded = np.abs(narrow - rows).max(0, initial=0.0) > 0
     # A column of ones that was computed holds 1 + 1e-16: it is constant, and stays so.
     varies = sd > 64 * np.finfo(rows.dtype).eps * largest
     lost = rounded & varies & (sd < GAPS * gap)
-    if not lost.any():
-        return
-    column = int(lost.argmax())
-    where = f"column {column} of '{name}'" if original.ndim > 1 else f"'{name}'"
-    centre = float(rows[:, column].mean())
-    raise DataError(
-        f"{owner}, {where}: values near {centre:.6g} with an sd of {sd[column]:.2g}, but numbers "
-        f"of single precision are {gap[column]:.2g} apart there, so that most of what they say "
-        f"would be lost. Subtract one number from this column at every silo (such as {centre:.3g})"
-        ", or enable double precision by jax.config.update('jax_enable_x64', True), as "
-        "numpyro_fed.fit does by itself."
-    )
+    if lost.any():
+        column = int(lost.argmax())
+        where = f"column {column} of '{name}'" if original.ndim > 1 else f"'{name}'"
+        centre = float(rows[:, column].mean())
+        raise DataError(
+            f"{owner}, {where}: values near {centre:.6g} with an sd of {sd[column]:.2g}, but "
+            f"numbers of single precision are {gap[column]:.2g} apart there, so that most of what "
+            f"they say would be lost. Subtract one number from this column at every silo (such as "
+            f"{centre:.3g}), or enable double precision by jax.config.update('jax_enable_x64', "
+            "True), as numpyro_fed.fit does by itself."
+        )
+    return array
 
 
 def _check_alike(silos: Sequence[SiloData]) -> None:
