@@ -166,6 +166,8 @@ class Gaussian(NamedTuple):
 
     def kl(self, other: Gaussian) -> Array:
         """Return the divergence ``KL(self || other)`` (...); both are diagonal, or both full."""
+        if (self.unit is None) != (other.unit is None):
+            raise TypeError("one Gaussian has a full covariance, and the other one has none.")
         log_ratio = self.log_scale - other.log_scale
         shift = (other.standardise(self.loc) ** 2).sum(-1)
         # expm1: for nearly equal scales the trace less the dimension would cancel.
