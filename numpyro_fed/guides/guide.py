@@ -170,10 +170,7 @@ class GlobalDraws(NamedTuple):
     def of(
         cls, guide: Guide, shared: tuple[dict[str, Any], GuideParams, Gaussian], z_G: Array
     ) -> GlobalDraws:
-        """Return the message with draws (n, dim) of the globals, from the shared part of a state.
-
-        ``shared`` has the shared parameters, the globals' guide, and its frame.
-        """
+        """Return the message with draws (n, dim), by a state's parameters, guide and its frame."""
         theta, eta, frame = shared
         uses = guide.locals_depend_on_globals
         return cls(theta, z_G, guide.globals.centred_coordinates(frame, eta, z_G) if uses else ())

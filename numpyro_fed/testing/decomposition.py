@@ -307,9 +307,9 @@ class _Check:
         for i, j in enumerate(b.silos):
             private = self.init_private(self.key, jax.tree.map(lambda a, i=i: a[i], b.data))
             # Latents of padded rows are ones: with zeros a term that wrongly counts might be zero.
-            rows = {p.name: np.ones((target[p.name], p.dim), self.dtype) for p in self.fm.plates}
+            ones = {p.name: np.ones((target[p.name], p.dim), self.dtype) for p in self.fm.plates}
             real = (point.private[j], point.z_L[j])
-            members.append(jax.tree.map(_embed, real, (private, rows)))
+            members.append(jax.tree.map(_embed, real, (private, ones)))
         private, z_L = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
         arguments = (point.theta, private, point.z_G, z_L, b.data)
         stacked = self.log_bucket(*jax.tree.map(jnp.asarray, arguments))

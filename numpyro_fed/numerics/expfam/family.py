@@ -413,7 +413,7 @@ class Product(Family[Any]):
     def fit(self, f: Callable[[Array], Array]) -> Natural:
         zero = jnp.zeros(self.dim)
         return {
-            name: family.fit(lambda z, index=index: f(zero.at[index].set(z)))
+            name: family.fit(partial(lambda index, z: f(zero.at[index].set(z)), index))
             for name, (index, family) in self.members.items()
         }
 
