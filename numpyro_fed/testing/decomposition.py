@@ -21,7 +21,7 @@ from numpyro.infer.util import potential_energy, unconstrain_fn
 
 from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.programs import TRACING
-from numpyro_fed.data.padding import Bucket
+from numpyro_fed.data.padding import Bucket, stacked
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.text.handlers import joint, leaving_out_missing, local_name
 from numpyro_fed.text.layout import layout_and_buckets
@@ -310,13 +310,13 @@ class _Check:
             ones = {p.name: np.ones((target[p.name], p.dim), self.dtype) for p in self.fm.plates}
             real = (point.private[j], point.z_L[j])
             members.append(jax.tree.map(_embed, real, (private, ones)))
-        private, z_L = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
+        private, z_L = stacked(members)
         arguments = (point.theta, private, point.z_G, z_L, b.data)
-        stacked = self.log_bucket(*jax.tree.map(jnp.asarray, arguments))
+        together = self.log_bucket(*jax.tree.map(jnp.asarray, arguments))
         for i, j in enumerate(b.silos):
             for plate, rows in terms[j].items():
                 expected, scale = _sums([rows])
-                found, _ = _sums([stacked[plate][i]])
+                found, _ = _sums([together[plate][i]])
                 if not abs(found - expected) <= self.rtol * scale:
                     raise ModelError(
                         f"silo {j}, silo_plate '{plate}': expected the rows to sum to "
