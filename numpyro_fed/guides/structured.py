@@ -30,7 +30,7 @@ from numpyro_fed.guides.local_guides import (
 )
 from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Plate, Site
+from numpyro_fed.text.sites import Site
 
 # Sizes up to which "auto" takes the richer guide.
 # Globals: a skewed guide has three times the parameters of a full one, and a loop over coordinates
@@ -163,14 +163,29 @@ def resolve_guide(
     width_outer = sum(p.dim * largest[p.name] for p in with_latents if p.outer)
     plates = []
     for p in with_latents:
-        width = fm.dim + (0 if p.outer else width_outer)
-        row_covariance = _row_covariance(spec, fm, p, largest[p.name] * p.dim)
-        couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
+        kind = _setting_of_plate(spec, fm, p.name)
         mean, scale = spec.couple_mean, spec.couple_scale
-        if row_covariance == AMORTISED:
-            mean = scale = False
+        if isinstance(kind, Amortised):
+            if p.outer:
+                raise GuideError(
+                    f"guides.Amortised for silo_plate '{p.name}': rows of another plate depend on "
+                    "its latents, and a network reads one row at a time. Say "
+                    f"locals={{'{p.name}': 'full', ...}}, and Amortised() for the plate below."
+                )
+            kind, mean, scale = AMORTISED, False, False
+        elif kind == "auto" and p.outer and largest[p.name] * p.dim <= JOINT_UP_TO:
+            kind = "joint"
+        elif kind == "auto":
+            kind = "full" if p.dim <= FULL_ROW_UP_TO else "diagonal"
+        elif kind not in ("diagonal", "full", "joint"):
+            raise GuideError(
+                f"locals={kind!r} for silo_plate '{p.name}': expected 'auto', 'diagonal', 'full', "
+                "'joint' or guides.Amortised(...)."
+            )
+        width = fm.dim + (0 if p.outer else width_outer)
+        couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
         mean, scale = (couple if own is None else own for own in (mean, scale))
-        plates.append((p.name, row_covariance, mean, scale))
+        plates.append((p.name, kind, mean, scale))
     # About the square root, as NumPyro's AutoLowRankMultivariateNormal has it, and at most 20.
     rank = spec.rank or min(int(fm.dim**0.5) + 1, 20)
     chosen = spec.globals
@@ -273,27 +288,4 @@ def _setting_of_plate(spec: Structured, fm: FederatedModel, plate: str) -> Any:
                 f"to locals={dict(setting)}."
             )
         setting = setting[plate]
-    return setting
-
-
-def _row_covariance(spec: Structured, fm: FederatedModel, p: Plate, size: int) -> str:
-    """Return the kind of a plate's rows, with ``size`` latents at the largest silo."""
-    setting = _setting_of_plate(spec, fm, p.name)
-    if isinstance(setting, Amortised):
-        if p.outer:
-            raise GuideError(
-                f"guides.Amortised for silo_plate '{p.name}': rows of another plate depend on its "
-                f"latents, and a network reads one row at a time. Say locals={{'{p.name}': 'full', "
-                "...}, and Amortised() for the plate below."
-            )
-        return AMORTISED
-    if setting == "auto":
-        if p.outer and size <= JOINT_UP_TO:
-            return "joint"
-        return "full" if p.dim <= FULL_ROW_UP_TO else "diagonal"
-    if setting not in ("diagonal", "full", "joint"):
-        raise GuideError(
-            f"locals={setting!r} for silo_plate '{p.name}': expected 'auto', 'diagonal', 'full', "
-            "'joint' or guides.Amortised(...)."
-        )
     return setting
