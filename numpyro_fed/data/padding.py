@@ -81,7 +81,18 @@ def bucket(
             group_of = dict(zip(group, group_lengths(largest), strict=True))
             split_groups += grouped(group, group_of.__getitem__)
         groups = split_groups
-    return [_stack(group, silos, sizes, rows, plates) for group in groups]
+    buckets = []
+    for group in groups:
+        target = {p: max(sizes[j][p] for j in group) for p in sizes[0]}
+        members = [silos[j] for j in group]
+        if any(sizes[j] != target for j in group):
+            for i, j in enumerate(group):
+                sources = {p: source_rows(sizes[j][p], target[p]) for p in set(rows.values())}
+                arrays = padded_arrays(silos[j].arrays, rows, sources)
+                masks = {p: np.arange(target[p]) < sizes[j][p] for p in sorted(plates)}
+                members[i] = replace(silos[j], arrays=arrays, masks=masks)
+        buckets.append(Bucket(tuple(group), tuple(sizes[j] for j in group), stacked(members)))
+    return buckets
 
 
 def group_lengths(lengths: Sequence[int]) -> list[int]:
@@ -151,24 +162,6 @@ def padded_arrays(
     }
 
 
-def _stack(
-    group: Sequence[int],
-    silos: Sequence[SiloData],
-    sizes: Sequence[Sizes],
-    rows: dict[str, str],
-    plates: set[str],
-) -> Bucket:
-    target = {p: max(sizes[j][p] for j in group) for p in sizes[0]}
-    members = [silos[j] for j in group]
-    if any(sizes[j] != target for j in group):
-        for i, j in enumerate(group):
-            sources = {p: source_rows(sizes[j][p], target[p]) for p in set(rows.values())}
-            arrays = padded_arrays(silos[j].arrays, rows, sources)
-            masks = {p: np.arange(target[p]) < sizes[j][p] for p in sorted(plates)}
-            members[i] = replace(silos[j], arrays=arrays, masks=masks)
-    return Bucket(tuple(group), tuple(sizes[j] for j in group), stacked(members))
-
-
 def stacked(trees: Sequence[Any]) -> Any:
     """Return trees of one structure and shape stacked along a new leading axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
@@ -176,4 +169,5 @@ def stacked(trees: Sequence[Any]) -> Any:
 
 def one_by_one(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> list[Bucket]:
     """Return each silo in a bucket of its own, unpadded."""
-    return [_stack([j], silos, sizes, {}, set()) for j in range(len(silos))]
+    pairs = enumerate(zip(silos, sizes, strict=True))
+    return [Bucket((j,), (size,), stacked([silo])) for j, (silo, size) in pairs]

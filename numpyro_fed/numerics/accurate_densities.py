@@ -172,11 +172,6 @@ def _dirichlet(x: Array, a: Array) -> Array:
     return shares - _log_gamma_density(total, total, jnp.ones_like(total)) + beyond
 
 
-def _student_t(y: Array, df: Array, loc: Array, scale: Array) -> Array:
-    ratio = log_rising(0.5 * df, 0.5) - 0.5 * jnp.log(math.pi * df)
-    return ratio - jnp.log(scale) - 0.5 * (df + 1) * jnp.log1p(((y - loc) / scale) ** 2 / df)
-
-
 def _multivariate_student_t(d: dist.MultivariateStudentT, value: ArrayLike) -> Array:
     n, df = d.scale_tril.shape[-1], jnp.asarray(d.df, jnp.result_type(d.df, float))
     at_centre = -tri_logabsdet(d.scale_tril) - 0.5 * n * math.log(2 * math.pi)
@@ -300,7 +295,15 @@ ACCURATE: dict[type, LogProb] = {
     ),
     dist.Gamma: _formula("concentration rate", lambda y, a, rate: _log_gamma_density(a, rate, y)),
     dist.Dirichlet: _formula("concentration", _dirichlet),
-    dist.StudentT: _formula("df loc scale", _student_t),
+    dist.StudentT: _formula(
+        "df loc scale",
+        lambda y, df, loc, scale: (
+            log_rising(0.5 * df, 0.5)
+            - 0.5 * jnp.log(math.pi * df)
+            - jnp.log(scale)
+            - 0.5 * (df + 1) * jnp.log1p(((y - loc) / scale) ** 2 / df)
+        ),
+    ),
     dist.MultivariateStudentT: _multivariate_student_t,
     dist.BernoulliLogits: _formula("logits", lambda y, logits: y * logits - softplus(logits)),
     dist.BernoulliProbs: _formula("probs", _bernoulli_probs),

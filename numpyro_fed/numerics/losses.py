@@ -279,7 +279,21 @@ def log_power_integral(distribution: Distribution, power: float) -> Array:
             f"the power integral of {kind.__name__} is accurate up to a power of {_SWITCH}, got "
             f"{power}."
         )
-    return _poisson(d, power) if kind is dist.Poisson else _binomial(d, power)
+    if kind is not dist.Poisson:
+        return _binomial(d, power)
+    rate = jnp.asarray(d.rate, jnp.result_type(float))
+    k = jnp.asarray(_TERMS, rate.dtype)
+    few = jnp.clip(rate, jnp.finfo(rate.dtype).tiny, _SWITCH)[..., None]
+    log_sum = logsumexp(power * (k * jnp.log(few) - gammaln(k + 1) - few), axis=-1)
+    # The rule for many: at ``k = many (1 + u)``, ``log p`` is ``-many u^2 r(u)`` + series, in which
+    # nothing cancels for large rates, where ``k log(rate) - log k!`` would.
+    many = jnp.maximum(rate, _SWITCH)
+    t = jnp.asarray(_POINTS, rate.dtype) / math.sqrt(power)
+    u = t / jnp.sqrt(many)[..., None]
+    k = many[..., None] * (1 + u)
+    log_p = -(t**2) * _deviance(u) - 0.5 * (LOG_2PI + jnp.log(k)) - _stirling(k)
+    log_step = math.log(_STEP) + 0.5 * jnp.log(many / power)
+    return jnp.where(rate < _SWITCH, log_sum, logsumexp(power * log_p, axis=-1) + log_step)
 
 
 def _binomial(d: dist.BinomialLogits | dist.BinomialProbs, power: float) -> Array:
@@ -312,22 +326,6 @@ def _binomial(d: dist.BinomialLogits | dist.BinomialProbs, power: float) -> Arra
     log_step = jnp.log(_STEP * scale[..., 0]) - 0.5 * math.log(power)
     log_rule = logsumexp(-power * (deviance + log_width + stirling), axis=-1) + log_step
     return jnp.where(many, log_rule, log_sum)
-
-
-def _poisson(d: dist.Poisson, power: float) -> Array:
-    rate = jnp.asarray(d.rate, jnp.result_type(float))
-    k = jnp.asarray(_TERMS, rate.dtype)
-    few = jnp.clip(rate, jnp.finfo(rate.dtype).tiny, _SWITCH)[..., None]
-    log_sum = logsumexp(power * (k * jnp.log(few) - gammaln(k + 1) - few), axis=-1)
-    # The rule for many: at ``k = many (1 + u)``, ``log p`` is ``-many u^2 r(u)`` + series, in which
-    # nothing cancels for large rates, where ``k log(rate) - log k!`` would.
-    many = jnp.maximum(rate, _SWITCH)
-    t = jnp.asarray(_POINTS, rate.dtype) / math.sqrt(power)
-    u = t / jnp.sqrt(many)[..., None]
-    k = many[..., None] * (1 + u)
-    log_p = -(t**2) * _deviance(u) - 0.5 * (LOG_2PI + jnp.log(k)) - _stirling(k)
-    log_step = math.log(_STEP) + 0.5 * jnp.log(many / power)
-    return jnp.where(rate < _SWITCH, log_sum, logsumexp(power * log_p, axis=-1) + log_step)
 
 
 def _stirling(k: Array) -> Array:
