@@ -43,7 +43,7 @@ from record import table_row
 from record import write as write_record
 
 import numpyro_fed as nf
-from numpyro_fed.basics.precision import precision
+from numpyro_fed.basics.programs import precision
 from numpyro_fed.network import InMemory, Sockets
 from numpyro_fed.network.engines import listen
 from numpyro_fed.rounds import federation as engine_of

@@ -29,7 +29,7 @@ from record import table_row, write
 from scipy.stats import beta
 
 import numpyro_fed as nf
-from numpyro_fed.basics.precision import precision
+from numpyro_fed.basics.programs import precision
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.dp_newton.algorithm import Answered, NewtonQuestion, PrivateNewton
 from numpyro_fed.dp_newton.units import PrivateUnits, Releases

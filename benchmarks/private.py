@@ -42,7 +42,7 @@ from jax import Array
 from record import table_row, write
 
 import numpyro_fed as nf
-from numpyro_fed.basics.precision import precision
+from numpyro_fed.basics.programs import precision
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.dp_newton import algorithm as private_newton
 from numpyro_fed.dp_newton.algorithm import NEAR, NewtonServer, PrivateNewton

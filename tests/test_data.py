@@ -9,7 +9,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, ModelError
-from numpyro_fed.data.padding import arrays_with_rows, bucket, group_lengths
+from numpyro_fed.data.padding import arrays_with_rows, group_lengths
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.testing import check_decomposition
 from numpyro_fed.text.layout import layout_and_buckets
@@ -132,14 +132,12 @@ def test_very_different_sizes_are_divided_so_that_memory_grows_with_rows():
     assert sum(b.data.arrays["y"].size for b in buckets) <= 2 * sum(
         s.arrays["y"].size for s in held
     )
-    sizes = [{"row": s.arrays["y"].size} for s in held]
-    assert len(bucket(held, sizes, waste=100.0)) == 1
 
 
 def test_few_rows_have_one_shape_whatever_their_share():
     few, many = [5] * 10 + [180], [5] * 10 + [190]  # 1,980 and 2,090 rows with padding
-    assert len(set(group_lengths(few, 2.0))) == 1
-    assert len(set(group_lengths(many, 2.0))) == 2
+    assert len(set(group_lengths(few))) == 1
+    assert len(set(group_lengths(many))) == 2
 
 
 def test_two_plates_are_padded_each_to_its_own_size():

@@ -8,8 +8,13 @@ import pytest
 import xla_flags
 from xla_flags import FAST, known_flags, remembered_flags
 
-from numpyro_fed.basics.precision import copies_by_precision
-from numpyro_fed.basics.programs import QUICK, jit_once, known_options, quick_options
+from numpyro_fed.basics.programs import (
+    QUICK,
+    copies_by_precision,
+    jit_once,
+    known_options,
+    quick_options,
+)
 
 
 @pytest.mark.slow
@@ -48,7 +53,7 @@ def test_this_jax_lets_copies_of_arrays_be_told_apart_by_precision():
     assert copies_by_precision(), (
         "jax._src.dtypes.canonicalize_dtype and register_canonicalize_value_handler, or "
         "jax._src.literals.TypedNdArray, have moved: look in jax/_src for where NumPy arrays are "
-        "canonicalised in a trace, and mend numpyro_fed/basics/precision.py. If "
+        "canonicalised in a trace, and mend numpyro_fed/basics/programs.py. If "
         "tests/test_precision.py passes with copies_by_precision doing nothing, JAX does it "
         "itself by now: remove it."
     )

@@ -10,8 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.basics.precision import copies_by_precision, double_precision
-from numpyro_fed.basics.programs import jit_double
+from numpyro_fed.basics.programs import copies_by_precision, double_precision, jit_double
 
 HELD = np.eye(3) + 0.1
 

@@ -9,7 +9,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.after.sensitivity import log_prior_on_supports, slopes
-from numpyro_fed.basics.precision import precision
+from numpyro_fed.basics.programs import precision
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

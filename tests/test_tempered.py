@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.basics.precision import precision
+from numpyro_fed.basics.programs import precision
 from numpyro_fed.posterior.particles import memory_of, modes_apart
 from numpyro_fed.weigh.element_errors import disagreement
 from numpyro_fed.weigh.smc import correlation

@@ -13,7 +13,7 @@ import pytest
 from numpyro.contrib.control_flow import scan
 
 import numpyro_fed as nf
-from numpyro_fed.basics.precision import double_precision
+from numpyro_fed.basics.programs import double_precision
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.layout import layout_and_buckets

@@ -16,7 +16,7 @@ from test_interrupt import ctrl_c, ctrl_c_raises  # noqa: F401  (the fixture act
 
 import numpyro_fed as nf
 from numpyro_fed.after.questions import Questions
-from numpyro_fed.basics.precision import in_precision_of_object
+from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.rounds import progress
 from numpyro_fed.rounds.progress import in_sight, shows

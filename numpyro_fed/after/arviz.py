@@ -26,7 +26,7 @@ from numpyro_fed.after.predict import SEEN
 from numpyro_fed.after.questions import Questions
 from numpyro_fed.after.sensitivity import log_prior_on_supports
 from numpyro_fed.basics.errors import DataError, ModelError, optional
-from numpyro_fed.basics.precision import precision
+from numpyro_fed.basics.programs import precision
 from numpyro_fed.data.padding import arrays_with_rows
 from numpyro_fed.text.log_density import axes_of
 

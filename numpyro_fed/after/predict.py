@@ -200,7 +200,7 @@ def _read_new(
     signature = inspect.signature(fm.text)
     fitted_columns, new_columns = dict(facts.columns), column_names(new)
     arguments = model_arguments(fm.text)
-    new = as_dict("new data", new, arguments and arguments._replace(needed=[]))
+    new = as_dict("new data", new, arguments and dict.fromkeys(arguments, False))
     if not isinstance(new, Mapping):
         raise DataError(f"new data must be a dict of keyword arguments, got {type(new).__name__}.")
     fitted = {a.name: a for a in facts.arguments}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from html import escape
 from textwrap import fill
 from typing import TYPE_CHECKING
-
 import numpy as np
-
 from numpyro_fed.basics.errors import optional
 from numpyro_fed.basics.trees import element_name
+
+
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -318,7 +320,10 @@ def conflicts(
     left.set_xlabel("shift of a mean without it (sds)")
     right.set_xlabel("probability of such a conflict")
     right.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    right.xaxis.set_major_formatter(FuncFormatter(_probability))
+    # A tick is at minus the decimal logarithm of a probability.
+    right.xaxis.set_major_formatter(
+        FuncFormatter(lambda x, _: f"{10.0**-n:g}" if (n := round(x)) < 3 else f"$10^{{-{n}}}$")
+    )
     limit = right.axvline(-np.log10(level / k), color=CONTRADICTS, ls="--", lw=1)
     limit.set_label("limit for the longest bar")
     handles = [
@@ -328,9 +333,3 @@ def conflicts(
     ]
     legend(figure, handles if len(flagged) else [handles[0], limit])
     return figure
-
-
-def _probability(exponent: float, _: int | None = None) -> str:
-    """Return the label of a tick at minus the decimal logarithm of a probability."""
-    k = round(exponent)
-    return f"{10.0**-k:g}" if k < 3 else f"$10^{{-{k}}}$"

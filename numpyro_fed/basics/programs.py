@@ -1,14 +1,21 @@
-"""Ways to compile programs that run once or a few times for a set of data."""
+"""The precision in which a part of a process computes, and ways to compile its programs.
+
+A part of a process of single precision may compute in double. Programs that run once or a few times
+for a set of data are compiled in less time.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property, partial, wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental.compilation_cache import compilation_cache
@@ -16,13 +23,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from numpyro_fed.basics.files import private_folder
-from numpyro_fed.basics.precision import double_precision
 from numpyro_fed.basics.trees import Tree, where
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
 Carry = TypeVar("Carry")
+T = TypeVar("T")
+Object = TypeVar("Object", bound="HasPrecision")
 StaticArgs = int | tuple[int, ...] | None  # positions of the arguments that are no arrays
 # XLA's options for programs that run once: compiled in a third of the time, and slower to run. The
 # CPU's fusion emitters have a compile time of their own. For the rounds of a run they do not pay:
@@ -32,6 +40,101 @@ QUICK = {
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_use_fusion_emitters": False,
 }
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """Enter double precision, in which models may be traced that were traced in single before."""
+    # Models read NumPy arrays from outside (an index of groups, a basis). JAX keeps its first copy
+    # of such an array and uses it in every later trace, whatever the precision is by then: without
+    # the separate copies a model could be traced in one precision only.
+    copies_by_precision()
+    with jax.enable_x64(True):
+        yield
+
+
+@cache
+def copies_by_precision() -> bool:
+    """Make JAX keep its copies of NumPy arrays by precision; return whether this version can."""
+    try:
+        from jax._src.dtypes import canonicalize_dtype, register_canonicalize_value_handler
+        from jax._src.literals import TypedNdArray
+    except ImportError:
+        return False
+    copies: dict[tuple[int, np.dtype], tuple[Any, Any]] = {}
+
+    def copy(a: np.ndarray) -> TypedNdArray:
+        """Return the copy of this precision if it is still alive, or a new one."""
+        # Traces know a copy by its identity, so that it must be the same object.
+        dtype = canonicalize_dtype(a.dtype)
+        key = id(a), dtype
+        array_of, copy_of = copies.get(key, (lambda: None, lambda: None))
+        if array_of() is a and (alive := copy_of()) is not None:
+            return alive
+        new_copy = TypedNdArray(np.asarray(a, dtype))
+        # Weak references: an entry disappears with its copy. The array is compared, too, since the
+        # id of one that died may belong to another by now.
+        copies[key] = weakref.ref(a), weakref.ref(new_copy, lambda dead: forget(key, dead))
+        return new_copy
+
+    def forget(key: tuple[int, np.dtype], dead: object) -> None:
+        if copies.get(key, (None, None))[1] is dead:
+            del copies[key]
+
+    register_canonicalize_value_handler(np.ndarray, copy)
+    return True
+
+
+def is_double() -> bool:
+    """Return whether JAX computes in double precision at this point."""
+    return bool(jnp.result_type(float) == np.float64)
+
+
+def precision(*, double: bool) -> AbstractContextManager[None]:
+    """Return a context of double precision, or one that changes nothing."""
+    return double_precision() if double and not is_double() else nullcontext()
+
+
+def to_current_precision(tree: T) -> T:
+    """Return the tree with its floating-point arrays in the current precision."""
+    real = jnp.result_type(float)
+    return jax.tree.map(
+        lambda a: jnp.asarray(a, real) if jnp.issubdtype(jnp.result_type(a), jnp.floating) else a,
+        tree,
+    )
+
+
+class HasPrecision(Protocol):
+    """An object whose numbers were computed in single or in double precision."""
+
+    @property
+    def double(self) -> bool:
+        """Return whether that was double precision."""
+
+
+def in_precision_of_object(method: Callable[Concatenate[Object, Args], T]) -> Callable[..., T]:
+    """Return the method, computing in the precision of its object, whatever the process's is.
+
+    In a process of single precision an object of double precision returns NumPy arrays: JAX would
+    round its own arrays to single precision in the next operation, without a word.
+    """
+
+    @wraps(method)
+    def call(self: Object, *args: Args.args, **kwargs: Args.kwargs) -> T:
+        if not self.double or is_double():
+            return method(self, *args, **kwargs)
+        with double_precision():
+            found = jax.block_until_ready(method(self, *args, **kwargs))  # which Ctrl-C can end
+            return jax.tree.map(
+                lambda a: (
+                    np.asarray(a)
+                    if isinstance(a, Array) and jnp.issubdtype(a.dtype, jnp.number)
+                    else a
+                ),
+                found,
+            )
+
+    return call
 
 
 def cache_programs(folder: str | Path) -> None:
@@ -82,10 +185,7 @@ def while_loop(
     if not on_accelerator():
         return jax.lax.while_loop(goes_on, step, start)
 
-    def unless_ended(_: int, carry: Carry) -> Carry:
-        return where(goes_on(carry), step(carry), carry)
-
-    group = partial(jax.lax.fori_loop, 0, GROUP, unless_ended)
+    group = partial(jax.lax.fori_loop, 0, GROUP, lambda _, c: where(goes_on(c), step(c), c))
     return jax.lax.while_loop(goes_on, group, start)
 
 

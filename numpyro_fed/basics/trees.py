@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.typing import ArrayLike
 
 Tree = TypeVar("Tree")
 # Arrays of either library: a server's own few numbers are NumPy's, what depends on a text is JAX's.
@@ -46,12 +45,10 @@ def where(condition: Array, one: Tree, other: Tree) -> Tree:
 
 def double(tree: Tree) -> Tree:
     """Return the same numbers in double precision, as NumPy arrays."""
-
-    def cast(leaf: ArrayLike) -> np.ndarray:
-        a = np.asarray(leaf)
-        return a.astype(np.float64) if a.dtype.kind == "f" else a
-
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(
+        lambda a: a.astype(np.float64) if a.dtype.kind == "f" else a,
+        jax.tree.map(np.asarray, tree),
+    )
 
 
 def fresh(a: np.ndarray) -> Array:

@@ -22,6 +22,10 @@ T = TypeVar("T")
 # two seconds to compile, and thirty where hospitals have two effects each; 4,000 draws over so many
 # rows take one.
 FEW_ROWS = 2_000
+# Every bucket is a program to compile, and every padded row is memory and time. With a waste of 2
+# both stay within a factor of two of their least. With 1 each size would be a bucket, and without a
+# limit one large silo would set the size of all.
+WASTE = 2.0
 
 
 class Bucket(NamedTuple):
@@ -49,17 +53,13 @@ def bucket(
     sizes: Sequence[Sizes],
     *,
     may_pad: bool = True,
-    waste: float = 2.0,
 ) -> list[Bucket]:
     """Return the silos in buckets: grouped by shape, padded to one shape and stacked.
 
     Static values and axes that cannot be padded must be equal in a bucket. Silos that agree in
-    these are divided by size, into as few buckets as possible with at most ``waste`` times as many
-    padded rows as there are real ones, or :data:`FEW_ROWS` in all.
+    these are divided by size, into as few buckets as possible with at most :data:`WASTE` times as
+    many padded rows as there are real ones, or :data:`FEW_ROWS` in all.
     """
-    # Every bucket is a program to compile, and every padded row is memory and time. With a waste
-    # of 2 both stay within a factor of two of their least. With 1 each size would be a bucket, and
-    # without a limit one large silo would set the size of all.
     rows = arrays_with_rows(silos, sizes) if may_pad else {}
     # Padded are the plates of arrays, and others of the same sizes.
     plates = {
@@ -78,20 +78,31 @@ def bucket(
         split_groups = []
         for group in groups:
             largest = [max(sizes[j][p] for p in plates) for j in group]
-            group_of = dict(zip(group, group_lengths(largest, waste), strict=True))
+            group_of = dict(zip(group, group_lengths(largest), strict=True))
             split_groups += grouped(group, group_of.__getitem__)
         groups = split_groups
-    return [_stack(group, silos, sizes, rows, plates) for group in groups]
+    buckets = []
+    for group in groups:
+        target = {p: max(sizes[j][p] for j in group) for p in sizes[0]}
+        members = [silos[j] for j in group]
+        if any(sizes[j] != target for j in group):
+            for i, j in enumerate(group):
+                sources = {p: source_rows(sizes[j][p], target[p]) for p in set(rows.values())}
+                arrays = padded_arrays(silos[j].arrays, rows, sources)
+                masks = {p: np.arange(target[p]) < sizes[j][p] for p in sorted(plates)}
+                members[i] = replace(silos[j], arrays=arrays, masks=masks)
+        buckets.append(Bucket(tuple(group), tuple(sizes[j] for j in group), stacked(members)))
+    return buckets
 
 
-def group_lengths(lengths: Sequence[int], waste: float) -> list[int]:
+def group_lengths(lengths: Sequence[int]) -> list[int]:
     """Return the number of a group for each length, for as few groups as possible.
 
     Every length is padded to the largest of its group; the sum of padded lengths must be at most
-    ``waste`` times the sum of lengths, or :data:`FEW_ROWS`. In the best partition each group is a
-    run of the sorted lengths. Dynamic programming finds it: ``best[j]`` is the least sum of padded
-    lengths for the ``j + 1`` greatest distinct lengths in k groups, and k grows until the sum is
-    small enough.
+    :data:`WASTE` times the sum of lengths, or :data:`FEW_ROWS`. In the best partition each group is
+    a run of the sorted lengths. Dynamic programming finds it: ``best[j]`` is the least sum of
+    padded lengths for the ``j + 1`` greatest distinct lengths in k groups, and k grows until the
+    sum is small enough.
     """
     # The table has the square of the number of distinct lengths. Lengths are rounded up to a 512th
     # of the largest, which keeps it to a quarter of a million entries.
@@ -103,7 +114,7 @@ def group_lengths(lengths: Sequence[int], waste: float) -> list[int]:
     run = np.triu(distinct[:, None] * (until[None, 1:] - until[:-1, None]).astype(float))
     run[np.tril_indices(len(distinct), -1)] = np.inf
     best, begins = run[0], [np.zeros(len(distinct), int)]
-    while best[-1] > max(waste * coarse.sum(), FEW_ROWS):
+    while best[-1] > max(WASTE * coarse.sum(), FEW_ROWS):
         sums = np.concatenate([[np.inf], best[:-1]])[:, None] + run
         begins.append(sums.argmin(0))
         best = sums.min(0)
@@ -151,24 +162,6 @@ def padded_arrays(
     }
 
 
-def _stack(
-    group: Sequence[int],
-    silos: Sequence[SiloData],
-    sizes: Sequence[Sizes],
-    rows: dict[str, str],
-    plates: set[str],
-) -> Bucket:
-    target = {p: max(sizes[j][p] for j in group) for p in sizes[0]}
-    members = [silos[j] for j in group]
-    if any(sizes[j] != target for j in group):
-        for i, j in enumerate(group):
-            sources = {p: source_rows(sizes[j][p], target[p]) for p in set(rows.values())}
-            arrays = padded_arrays(silos[j].arrays, rows, sources)
-            masks = {p: np.arange(target[p]) < sizes[j][p] for p in sorted(plates)}
-            members[i] = replace(silos[j], arrays=arrays, masks=masks)
-    return Bucket(tuple(group), tuple(sizes[j] for j in group), stacked(members))
-
-
 def stacked(trees: Sequence[Any]) -> Any:
     """Return trees of one structure and shape stacked along a new leading axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
@@ -176,4 +169,5 @@ def stacked(trees: Sequence[Any]) -> Any:
 
 def one_by_one(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> list[Bucket]:
     """Return each silo in a bucket of its own, unpadded."""
-    return [_stack([j], silos, sizes, {}, set()) for j in range(len(silos))]
+    pairs = enumerate(zip(silos, sizes, strict=True))
+    return [Bucket((j,), (size,), stacked([silo])) for j, (silo, size) in pairs]

@@ -15,7 +15,7 @@ sample variance". Sums of squares would lose the sd of numbers far from zero.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -172,43 +172,53 @@ class Scaling:
 
 
 def united(owner: str, parts: Sequence[Scaling]) -> Scaling:
-    """Return the moments of all silos together; ``owner`` stands for a silo in errors."""
-    for j, part in enumerate(parts):
-        _check_alike(f"{owner} {j}", part, parts[0], f"{owner} 0")
-    for words in columns_apart(owner, parts):
-        warnings.warn(words, category=DataWarning, stacklevel=3)
-    return reduce(_together, parts)
+    """Return the moments of all silos together; ``owner`` stands for a silo in errors.
 
-
-def columns_apart(owner: str, parts: Sequence[Scaling]) -> Iterator[str]:
-    """Yield in words each column whose mean at some silo is far from those at all others.
-
-    ``owner`` stands for a silo. A column of yes or no, or constant at each silo, has no units.
+    There is a warning for each column whose mean at some silo is far from those at all others.
     """
-    for name in parts[0].mean:
+    first = parts[0]
+    for j, part in enumerate(parts):
+        if set(part.mean) != set(first.mean):
+            raise DataError(
+                f"{owner} {j} has moments of {sorted(part.mean)}, and {owner} 0 of "
+                f"{sorted(first.mean)}. All silos must have the same arguments of the same kind; "
+                "name those that are meant."
+            )
+        for name, mean in first.mean.items():
+            known, here = first.columns.get(name, ()), part.columns.get(name, ())
+            check_columns(f"{owner} {j}", name, here or known, known or here, f"{owner} 0")
+            if (found := part.mean[name]).shape != mean.shape:
+                raise DataError(
+                    f"{owner} {j}, '{name}': {found.size} columns, where {owner} 0 has {mean.size}."
+                )
+    for name in first.mean:
         columns = next((p.columns[name] for p in parts if name in p.columns), ())
         each = zip(*((p.mean[name], p.sd[name], p.count[name]) for p in parts), strict=True)
-        stacks = (np.stack([np.atleast_1d(a) for a in found], 1) for found in each)
+        stacks = (np.stack([np.atleast_1d(a) for a in numbers], 1) for numbers in each)
         for i, (mean, sd, count) in enumerate(zip(*stacks, strict=True)):
             if not (far := _far_apart(mean, sd, count)):
                 continue
             where = f"'{name}'"
-            if len(np.atleast_1d(parts[0].mean[name])) > 1:
+            if len(np.atleast_1d(first.mean[name])) > 1:
                 where = f"'{columns[i]}' of {where}" if columns else f"column {i} of {where}"
             others = [j for j in range(len(parts)) if j not in far and count[j]]
             own = ", ".join(f"{owner} {j} has the mean {mean[j]:.4g}" for j in far)
             low, high = (f"{f(mean[others]):.4g}" for f in (np.min, np.max)) if others else ("", "")
             rest = f", where others have {low if low == high else f'{low} to {high}'}"
-            yield (
+            warnings.warn(
                 f"{where}: {own}{rest if others else ''} (sds within silos: "
                 f"{sd[count > 0].min():.3g} to {sd.max():.3g}). Is it in other units there, or "
-                "coded otherwise? Then mend it there; if it is meant so, leave it."
+                "coded otherwise? Then mend it there; if it is meant so, leave it.",
+                category=DataWarning,
+                stacklevel=3,
             )
+    return reduce(_together, parts)
 
 
 def _far_apart(mean: np.ndarray, sd: np.ndarray, count: np.ndarray) -> list[int]:
     """Return the silos whose mean of a column is far from those of the others, (silos,) each."""
     seen = count > 0
+    # A column of yes or no has no units.
     if np.allclose(np.square(sd), mean * (1 - mean), rtol=1e-6, atol=1e-12):
         return []
     squares, of_all, found = count * np.square(sd), (count[seen] - 1).sum(), []
@@ -303,23 +313,3 @@ def _together(a: Scaling, b: Scaling) -> Scaling:
         mean[name] = np.where(n_a > 0, a.mean[name] + apart * (n_b / n), b.mean[name])
         sd[name], count[name] = np.sqrt(squares / n), n_a + n_b
     return Scaling(mean, sd, count, {**a.columns, **b.columns})
-
-
-def _check_alike(owner: str, part: Scaling, first: Scaling, other: str) -> None:
-    if set(part.mean) != set(first.mean):
-        raise DataError(
-            f"{owner} has moments of {sorted(part.mean)}, and {other} of {sorted(first.mean)}. All "
-            "silos must have the same arguments of the same kind; name those that are meant."
-        )
-    for name, mean in first.mean.items():
-        check_columns(
-            owner,
-            name,
-            part.columns.get(name, ()) or first.columns.get(name, ()),
-            first.columns.get(name, ()) or part.columns.get(name, ()),
-            other,
-        )
-        if part.mean[name].shape != mean.shape:
-            raise DataError(
-                f"{owner}, '{name}': {part.mean[name].size} columns, where {other} has {mean.size}."
-            )

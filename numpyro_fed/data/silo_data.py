@@ -25,8 +25,8 @@ from jax.typing import ArrayLike
 from numpyro_fed.basics.errors import DataError
 from numpyro_fed.data.tables import (
     SiloInput,
-    agreed_columns,
     as_dict,
+    check_columns,
     column_names,
     model_arguments,
 )
@@ -152,7 +152,27 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
     """Return the data of the silos of all processes of a program, read and checked."""
     if isinstance(silos, ReadSilos) or jax.process_count() == 1:
         return read(silos, model)
-    own = _packed(silos)
+    # This process's own silos, or the error about them, as bytes.
+    head: dict[str, Any] = {"silos": []}
+    arrays: dict[str, Any] = {}
+    try:
+        process = f"process {jax.process_index()}"
+        found = [read_one(f"silo {j} of {process}", s, may_miss=True) for j, s in enumerate(silos)]
+        if odd := next((s for s in found if not _is_plain(s.kwargs)), None):
+            raise DataError(
+                "over several processes arguments are dicts with names, lists and tuples, got "
+                f"{jax.tree.structure(odd.kwargs)} in {process}."
+            )
+    except Exception as error:  # of whatever kind: the other processes wait for an answer
+        head = {"error": f"{type(error).__name__}: {error}"}
+    else:
+        for j, s in enumerate(found):
+            tree, kept = skeleton(s.named_tree()), {"static": dict(s.static), "names": [*s.arrays]}
+            head["silos"].append({"tree": tree, "columns": dict(s.columns), **kept})
+            arrays |= {f"{j}/{i}": a for i, a in enumerate(s.arrays.values())}
+    packed = io.BytesIO()
+    np.savez(packed, **{HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
+    own = packed.getvalue()
     longest = int(process_allgather(np.array(len(own))).max())
     room = np.zeros(longest, np.uint8)
     room[: len(own)] = np.frombuffer(own, np.uint8)
@@ -162,8 +182,8 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
             head = json.loads(file[HEAD].tobytes())
             if "error" in head:
                 raise DataError(head["error"])
-            for j, (silo, names) in enumerate(zip(head["silos"], head["names"], strict=True)):
-                arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(names)}
+            for j, silo in enumerate(head["silos"]):
+                arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(silo["names"])}
                 everyones.append(unflatten_skeleton(silo["tree"], {**arrays, **silo["static"]}))
                 columns.append({name: tuple(of) for name, of in silo["columns"].items()})
     return read(everyones, model, columns)
@@ -187,7 +207,12 @@ def read(
         return silos
     arguments = model_arguments(model)
     plain = [as_dict(f"silo {j}", silo, arguments) for j, silo in enumerate(listed(silos))]
-    agreed = agreed_columns(columns or [column_names(silo) for silo in silos])
+    first: dict[str, tuple[int, tuple[str, ...]]] = {}
+    for j, named in enumerate(columns or [column_names(silo) for silo in silos]):
+        for name, own in named.items():
+            i, expected = first.setdefault(name, (j, own))
+            check_columns(f"silo {j}", name, own, expected, f"silo {i}")
+    agreed = tuple(sorted((name, own) for name, (_, own) in first.items()))
     all_data = with_model_data(model, plain)
     found = [_read_plain(f"silo {j}", silo, may_miss=True) for j, silo in enumerate(all_data)]
     # Whole numbers that are missing at some silo are floats there, beside NaN. They become floats
@@ -315,41 +340,37 @@ def _read_array(owner: str, name: str, value: object) -> np.ndarray:
             "jax.config.update('jax_enable_x64', True)."
         )
     narrower = array.dtype.kind == "f" and array.dtype.itemsize < original.dtype.itemsize
-    if narrower and array.size and not np.isinf(array).any():
-        _check_cast(owner, name, original, array)
-    return array
-
-
-def _check_cast(owner: str, name: str, original: np.ndarray, array: np.ndarray) -> None:
-    """Refuse a column if rounding to single precision loses a part of its spread."""
+    if not narrower or not array.size or np.isinf(array).any():
+        return array
+    # A column is refused if rounding to single precision loses a part of its spread.
     rows = original.reshape(-1, original.shape[-1] if original.ndim > 1 else 1)
-    array, present = array.reshape(rows.shape), ~np.isnan(rows)
+    narrow, present = array.reshape(rows.shape), ~np.isnan(rows)
     if not present.all():
         # What is missing stands at the first number that is there: it adds nothing to a spread.
         first = rows[present.argmax(0), np.arange(rows.shape[1])]
         rows = np.where(present, rows, np.where(np.isnan(first), 0.0, first))
-        array = np.where(present, array, rows.astype(array.dtype))
+        narrow = np.where(present, narrow, rows.astype(narrow.dtype))
     # About the first row: the square of a large mean would cancel digits of the sd.
     sd = np.std(rows - rows[:1], axis=0)
-    largest = np.abs(array).max(0, initial=0.0)
+    largest = np.abs(narrow).max(0, initial=0.0)
     gap = np.spacing(largest).astype(np.float64)
     # Values that single precision holds exactly, such as counts, lose nothing however dense.
-    rounded = np.abs(array - rows).max(0, initial=0.0) > 0
+    rounded = np.abs(narrow - rows).max(0, initial=0.0) > 0
     # A column of ones that was computed holds 1 + 1e-16: it is constant, and stays so.
     varies = sd > 64 * np.finfo(rows.dtype).eps * largest
     lost = rounded & varies & (sd < GAPS * gap)
-    if not lost.any():
-        return
-    column = int(lost.argmax())
-    where = f"column {column} of '{name}'" if original.ndim > 1 else f"'{name}'"
-    centre = float(rows[:, column].mean())
-    raise DataError(
-        f"{owner}, {where}: values near {centre:.6g} with an sd of {sd[column]:.2g}, but numbers "
-        f"of single precision are {gap[column]:.2g} apart there, so that most of what they say "
-        f"would be lost. Subtract one number from this column at every silo (such as {centre:.3g})"
-        ", or enable double precision by jax.config.update('jax_enable_x64', True), as "
-        "numpyro_fed.fit does by itself."
-    )
+    if lost.any():
+        column = int(lost.argmax())
+        where = f"column {column} of '{name}'" if original.ndim > 1 else f"'{name}'"
+        centre = float(rows[:, column].mean())
+        raise DataError(
+            f"{owner}, {where}: values near {centre:.6g} with an sd of {sd[column]:.2g}, but "
+            f"numbers of single precision are {gap[column]:.2g} apart there, so that most of what "
+            f"they say would be lost. Subtract one number from this column at every silo (such as "
+            f"{centre:.3g}), or enable double precision by jax.config.update('jax_enable_x64', "
+            "True), as numpyro_fed.fit does by itself."
+        )
+    return array
 
 
 def _check_alike(silos: Sequence[SiloData]) -> None:
@@ -386,38 +407,6 @@ def _check_alike(silos: Sequence[SiloData]) -> None:
                     f"silo {j}, '{name}' has shape {value.shape} but silo {i} has {other.shape}. "
                     "Sizes may differ between silos, but not the number of axes."
                 )
-
-
-def _packed(silos: Sequence[SiloInput]) -> bytes:
-    """Return the silos of this process, or the error about them, as bytes."""
-    head: dict[str, Any]
-    try:
-        process = f"process {jax.process_index()}"
-        found = [read_one(f"silo {j} of {process}", s, may_miss=True) for j, s in enumerate(silos)]
-        if odd := next((s for s in found if not _is_plain(s.kwargs)), None):
-            raise DataError(
-                "over several processes arguments are dicts with names, lists and tuples, got "
-                f"{jax.tree.structure(odd.kwargs)} in {process}."
-            )
-    except Exception as error:  # of whatever kind: the other processes wait for an answer
-        head, arrays = {"error": f"{type(error).__name__}: {error}"}, dict[str, Any]()
-    else:
-        names = [list(s.arrays) for s in found]
-        of_silos = [
-            {
-                "tree": skeleton(s.named_tree()),
-                "static": dict(s.static),
-                "columns": dict(s.columns),
-            }
-            for s in found
-        ]
-        head = {"silos": of_silos, "names": names}
-        arrays = {
-            f"{j}/{i}": s.arrays[n] for j, s in enumerate(found) for i, n in enumerate(names[j])
-        }
-    file = io.BytesIO()
-    np.savez(file, **{HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
-    return file.getvalue()
 
 
 def _is_plain(tree: object) -> bool:

@@ -11,7 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -46,15 +46,8 @@ def is_column(value: object) -> bool:
     return named and not hasattr(value, "dims")
 
 
-class Arguments(NamedTuple):
-    """The names of a model's arguments."""
-
-    names: list[str]
-    needed: list[str]  # those without a default
-
-
-def model_arguments(model: Callable[..., Any] | None) -> Arguments | None:
-    """Return a model's arguments; None if it takes any, or does not tell."""
+def model_arguments(model: Callable[..., Any] | None) -> dict[str, bool] | None:
+    """Return which arguments of a model lack a default; None if it takes any, or does not tell."""
     if model is None:
         return None
     try:
@@ -63,45 +56,39 @@ def model_arguments(model: Callable[..., Any] | None) -> Arguments | None:
         return None
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
-    needed = [p.name for p in parameters if p.default is p.empty]
-    return Arguments([p.name for p in parameters], needed)
+    return {p.name: p.default is p.empty for p in parameters}
 
 
-def as_dict(owner: str, silo: object, arguments: Arguments | None = None) -> Any:
+def as_dict(owner: str, silo: object, arguments: Mapping[str, bool] | None = None) -> Any:
     """Return a silo with arrays in the place of DataFrames and columns.
 
     A silo that is a DataFrame itself becomes the dict of its columns. ``arguments`` are those of
     the model: then columns must be arguments, and hold all that have no default. What is neither a
     DataFrame nor a mapping is returned as it is, for the caller to refuse.
     """
-    if is_frame(silo):
-        columns = columns_of(owner, silo)
-        if arguments is not None:
-            _check_arguments(owner, list(columns), arguments)
-        return {name: column_array(owner, name, column) for name, column in columns.items()}
-    if not isinstance(silo, Mapping) or not _holds_table(silo):
-        return silo
-    return {name: _converted(owner, str(name), value) for name, value in silo.items()}
-
-
-def _check_arguments(owner: str, columns: list[str], arguments: Arguments) -> None:
-    names, needed = arguments
-    if extra := [name for name in columns if name not in names]:
-        chosen = [name for name in columns if name in names]
+    if not is_frame(silo):
+        if not isinstance(silo, Mapping) or not _holds_table(silo):
+            return silo
+        return {name: _converted(owner, str(name), value) for name, value in silo.items()}
+    columns = columns_of(owner, silo)
+    known = dict.fromkeys(columns, False) if arguments is None else arguments
+    if extra := [name for name in columns if name not in known]:
+        chosen = [name for name in columns if name in known]
         words = " and ".join(f"'{name}'" for name in extra)
         raise DataError(
-            f"{owner} is a DataFrame with the columns {columns}, whose columns are the model's "
-            f"arguments by name, but the model has no argument {words}: its arguments are "
-            f"{names}. Choose columns first (df[{chosen}]), or pass a dict of arguments, any of "
-            "which may be a DataFrame: dict(x=df[[...]])."
+            f"{owner} is a DataFrame with the columns {list(columns)}, whose columns are the "
+            f"model's arguments by name, but the model has no argument {words}: its arguments are "
+            f"{list(known)}. Choose columns first (df[{chosen}]), or pass a dict of arguments, any "
+            "of which may be a DataFrame: dict(x=df[[...]])."
         )
-    if lacking := [name for name in needed if name not in columns]:
+    if lacking := [name for name, needed in known.items() if needed and name not in columns]:
         raise DataError(
             f"{owner} is a DataFrame with the columns {sorted(columns)}, which lacks {lacking} of "
-            f"the model's arguments {names}. What is no number of a row, such as a number of "
+            f"the model's arguments {list(known)}. What is no number of a row, such as a number of "
             "hospitals, is passed beside the columns: "
             f"dict({{c: df[c] for c in df.columns}}, {lacking[0]}=...)."
         )
+    return {name: column_array(owner, name, column) for name, column in columns.items()}
 
 
 def column_names(silo: object) -> dict[str, tuple[str, ...]]:
@@ -110,18 +97,6 @@ def column_names(silo: object) -> dict[str, tuple[str, ...]]:
         return {}
     frames = {str(name): value for name, value in silo.items() if is_frame(value)}
     return {name: tuple(map(str, frame.columns)) for name, frame in frames.items()}
-
-
-def agreed_columns(
-    silos: Sequence[Mapping[str, tuple[str, ...]]],
-) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the columns of each argument that is a DataFrame, the same at all silos."""
-    first: dict[str, tuple[int, tuple[str, ...]]] = {}
-    for j, named in enumerate(silos):
-        for name, own in named.items():
-            i, expected = first.setdefault(name, (j, own))
-            check_columns(f"silo {j}", name, own, expected, f"silo {i}")
-    return tuple(sorted((name, own) for name, (_, own) in first.items()))
 
 
 def check_columns(

@@ -22,8 +22,6 @@ from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import SavedStateError
 from numpyro_fed.basics.errors import positive_int
 from numpyro_fed.basics.files import npz
-from numpyro_fed.basics.precision import in_precision_of_object
-from numpyro_fed.basics.precision import precision
 from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.dp_newton.method import DPNewton
 from numpyro_fed.fitting.fit import MAX_EXCHANGES
@@ -43,6 +41,8 @@ from numpyro_fed.sfvi.method import SFVI
 from numpyro_fed.sfvi.method import SFVIAvg
 from numpyro_fed.weigh.weights import systematic_resample
 from numpyro_fed.methods.method import rebuilt
+from numpyro_fed.basics.programs import in_precision_of_object
+from numpyro_fed.basics.programs import precision
 
 
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,13 +57,13 @@ class GlobalGuide(ABC, Generic[Eps]):
     density_everywhere: ClassVar[bool] = False
     has_standard_noise: ClassVar[bool] = False
 
-    @abstractmethod
     def noise(self, key: Array, n: int) -> Eps:
         """Return the noise of ``n`` draws, along a leading axis of every leaf."""
+        return cast(Eps, jax.random.normal(key, (n, self.dim)))
 
-    @abstractmethod
     def init(self, key: Array, loc: Array, scale: float | None = None) -> GuideParams:
         """Return parameters for a start at ``loc`` (dim,), with sds of ``scale`` or its own."""
+        raise NotImplementedError(f"no optimiser starts a {type(self).__name__}.")
 
     @abstractmethod
     def draw(self, eta: GuideParams, noise: Eps) -> tuple[Array, Array]:
@@ -138,10 +138,6 @@ class FamilyGuide(GlobalGuide[Eps]):
     def log_density(self, eta: Natural, z: Array) -> Array:
         return self.family.log_density(eta, z)
 
-    def init(self, key: Array, loc: Array, scale: float | None = None) -> Natural:
-        # PVI's first state is its server's; a call of this is a mistake in the package.
-        raise NotImplementedError("natural parameters begin at the prior, or as silos' factors.")
-
     def draws(self, frame: Gaussian, eta: Natural, noise: Eps) -> tuple[Coordinates, Array, Array]:
         z_G, log_q = jax.vmap(self.draw, (None, 0))(eta, noise)
         return self.centred_coordinates(frame, eta, z_G), z_G, log_q
@@ -169,9 +165,6 @@ class _GaussianGuide(GlobalGuide[Array]):
     def at(self, eta: GuideParams, noise: Array) -> Array:
         """Return the draw (dim,) from its noise."""
         return Gaussian.from_params(eta).draw(noise)
-
-    def noise(self, key: Array, n: int) -> Array:
-        return jax.random.normal(key, (n, self.dim))
 
     def init(self, key: Array, loc: Array, scale: float | None = None) -> GuideParams:
         scale = self.init_scale if scale is None else scale
@@ -217,7 +210,7 @@ class Full(_GaussianGuide):
 
 
 @dataclass(frozen=True)
-class Skewed(_GaussianGuide):
+class Skewed(Full):
     r"""A full covariance whose scales depend on the coordinates before them.
 
     With :math:`\varepsilon` standard normal,
@@ -258,9 +251,8 @@ class Skewed(_GaussianGuide):
         return share * jnp.tril(eta["scale_coupling"], -1)
 
     def init(self, key: Array, loc: Array, scale: float | None = None) -> GuideParams:
-        below = jnp.zeros(self.dim * (self.dim - 1) // 2)
         D = jnp.zeros((self.dim, self.dim))
-        return {**super().init(key, loc, scale), "below": below, "scale_coupling": D}
+        return {**super().init(key, loc, scale), "scale_coupling": D}
 
     def at(self, eta: GuideParams, noise: Array) -> Array:
         q = Gaussian.from_params(eta)
@@ -369,13 +361,9 @@ class AutoFlow(GlobalGuide[Array]):
 
     def _at(self, loc: Array) -> AutoContinuous:
         """Return a copy of the autoguide, set up for ``z_G`` and to start at ``loc`` (dim,)."""
-
-        def globals_alone() -> None:
-            numpyro.sample("z_G", dist.Normal(0, 1).expand([self.dim]).to_event(1))
-
         # A copy: the user's object may serve for another model.
-        auto = copy.copy(self.guide)
-        auto.model, auto.prototype_trace = globals_alone, None
+        auto, standard = copy.copy(self.guide), dist.Normal(0, 1).expand([self.dim]).to_event(1)
+        auto.model, auto.prototype_trace = lambda: numpyro.sample("z_G", standard), None
         auto.init_loc_fn = init_to_value(values={"z_G": loc})
         with TRACING, handlers.block(), handlers.seed(rng_seed=0):
             auto._setup_prototype()
@@ -396,9 +384,6 @@ class AutoFlow(GlobalGuide[Array]):
         sites = _params_of(self._auto, 0)
         real = constraints.real
         return {n: biject_to(s["kwargs"].get("constraint", real)) for n, s in sites.items()}
-
-    def noise(self, key: Array, n: int) -> Array:
-        return jax.random.normal(key, (n, self.dim))
 
     def init(self, key: Array, loc: Array, scale: float | None = None) -> GuideParams:
         sites = _params_of(self._at(loc), key)

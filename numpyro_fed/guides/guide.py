@@ -1,11 +1,11 @@
-"""The guide of a federation as functions of its parameters: of the globals, and of silos' rows."""
+"""The guide of a federation as functions of its parameters, and the message with its draws."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import Array
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GlobalGuide, GuideParams
 from numpyro_fed.guides.local_guides import Encoder, LocalGuide
-from numpyro_fed.numerics.gaussian import Gaussian, identity
+from numpyro_fed.numerics.gaussian import Coordinates, Gaussian, identity
 from numpyro_fed.text.log_density import FederatedModel
 
 
@@ -157,3 +157,27 @@ class Guide:
             return eta
         encoder = self.encoders[plate]
         return encoder.eta(theta[encoder.name], theta, z_G, data)
+
+
+class GlobalDraws(NamedTuple):
+    """A message: shared parameters, draws (n, dim), and these in their frame if needed."""
+
+    theta: dict[str, Any]
+    z_G: Array
+    coordinates: Coordinates | tuple[()]
+
+    @classmethod
+    def of(
+        cls, guide: Guide, shared: tuple[dict[str, Any], GuideParams, Gaussian], z_G: Array
+    ) -> GlobalDraws:
+        """Return the message with draws (n, dim), by a state's parameters, guide and its frame."""
+        theta, eta, frame = shared
+        uses = guide.locals_depend_on_globals
+        return cls(theta, z_G, guide.globals.centred_coordinates(frame, eta, z_G) if uses else ())
+
+    @property
+    def in_frame(self) -> Coordinates:
+        """Return the draws in their frame; placeholders, where no local guide depends on them."""
+        if isinstance(self.coordinates, Coordinates):
+            return self.coordinates
+        return Coordinates(self.z_G, self.z_G[0])

@@ -251,27 +251,6 @@ class Laplace:
         if apart and self.outer_plates:
             raise ValueError("rows below the latents of an outer plate have no modes of their own.")
 
-        # The locals after the best step size: for each row, or for all rows together. Rows choose
-        # each for itself only where nothing above them moves: their terms are then independent.
-        def best_of(z: Rows, direction: Rows) -> Rows:
-            # A size of zero is always among those tried: a row that no step improves stays.
-            sizes = jnp.array([*settings.step_sizes, 0.0])
-
-            def terms_at(size: Array) -> Rows:
-                moved = jax.tree.map(lambda a, b: a + size * b, z, direction)
-                return self.model.smoothed.log_silo(theta, z_G, moved, data)
-
-            terms = jax.lax.map(terms_at, sizes)
-            if self.outer_plates and not fix_outer:
-                total = sum(t.sum(1) for t in terms.values())
-                best = sizes[jnp.argmax(jnp.where(jnp.isnan(total), -jnp.inf, total))]
-                return jax.tree.map(lambda a, b: a + best * b, z, direction)
-            moved = dict(z)
-            for p in [p for p in z if p not in self.outer_plates]:
-                values = jnp.where(jnp.isnan(terms[p]), -jnp.inf, terms[p])
-                moved[p] = z[p] + sizes[jnp.argmax(values, 0)][:, None] * direction[p]
-            return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), moved, z)
-
         def step(carry: tuple[Array, SearchEnd]) -> tuple[Array, SearchEnd]:
             i, near = carry
             uphill = near.arrow._replace(rows=jax.tree.map(_positive, near.arrow.rows))
@@ -279,7 +258,29 @@ class Laplace:
             # leads uphill all the same (Dauphin et al. 2014).
             direction = Factor.of(uphill, positive=True).solve(near.arrow.g)
             direction = {**jax.tree.map(jnp.zeros_like, near.z), **direction}
-            z = best_of(near.z, direction)
+            # A size of zero is always among those tried: a row that no step improves stays.
+            sizes = jnp.array([*settings.step_sizes, 0.0])
+            terms = jax.lax.map(
+                lambda size: self.model.smoothed.log_silo(
+                    theta,
+                    z_G,
+                    jax.tree.map(lambda a, b: a + size * b, near.z, direction),
+                    data,
+                ),
+                sizes,
+            )
+            # The best size is chosen for each row, or for all rows together. Rows choose each for
+            # itself only where nothing above them moves: their terms are then independent.
+            z = dict(near.z)
+            if self.outer_plates and not fix_outer:
+                total = sum(t.sum(1) for t in terms.values())
+                best = sizes[jnp.argmax(jnp.where(jnp.isnan(total), -jnp.inf, total))]
+                z = jax.tree.map(lambda a, b: a + best * b, near.z, direction)
+            else:
+                for p in [p for p in z if p not in self.outer_plates]:
+                    values = jnp.where(jnp.isnan(terms[p]), -jnp.inf, terms[p])
+                    z[p] = z[p] + sizes[jnp.argmax(values, 0)][:, None] * direction[p]
+                z = jax.tree.map(lambda a, old: jnp.where(jnp.isfinite(a), a, old), z, near.z)
             if apart:
                 on = near.rows_to_move(tolerance, apart=True)
                 z = {p: jnp.where(on[p][:, None], z[p], near.z[p]) for p in z}
@@ -311,55 +312,37 @@ class Laplace:
         # Padded rows have a gradient of zero and a curvature of one: their steps are zero, and
         # their log determinants add nothing.
         zeros, outer = jax.tree.map(jnp.zeros_like, z), sorted(self.outer_plates)
-
         gradient = jax.grad(lambda z: self._total(theta, z_G, z, data))
 
         def times_hessian(direction: Rows) -> Rows:
             return jax.jvp(gradient, (z,), ({**zeros, **direction},))[1]
 
-        # Rows do not interact, so one product with the Hessian along coordinate ``e`` of all rows
-        # at once gives that column of every row's block: d products, whatever the number of rows.
-        def block(p: str) -> Array:
-            n, d = z[p].shape
-            columns = jax.vmap(lambda e: times_hessian({p: jnp.broadcast_to(e, (n, d))})[p])(
-                jnp.eye(d)
-            )
-            real = self._real(p, z, data)[:, None, None]
-            return jnp.where(real, -jnp.moveaxis(columns, 0, -1), jnp.eye(d))
-
-        g, rows = gradient(z), [p for p in z if p not in outer]
-        blocks = {p: block(p) for p in rows}
+        g, rows, blocks = gradient(z), [p for p in z if p not in outer], {}
+        for p in rows:
+            # Rows do not interact, so one product with the Hessian along coordinate ``e`` of all
+            # rows at once gives that column of every row's block: d products, whatever the number
+            # of rows.
+            d = z[p].shape[1]
+            columns = jax.vmap(
+                lambda e, p=p: times_hessian({p: jnp.broadcast_to(e, z[p].shape)})[p]
+            )(jnp.eye(d))
+            real_row = self._real(p, z, data)[:, None, None]
+            blocks[p] = jnp.where(real_row, -jnp.moveaxis(columns, 0, -1), jnp.eye(d))
         size = sum(z[p].size for p in outer)
         if not size:
             return Arrow(g, blocks, {}, jnp.zeros((0, 0))).of_rows()
-        columns = jax.vmap(lambda e: times_hessian(_unpacked(e, z, outer)))(jnp.eye(size))
+        across = jax.vmap(lambda e: times_hessian(_unpacked(e, z, outer)))(jnp.eye(size))
         real = [jnp.repeat(self._real(p, z, data), z[p].shape[1]) for p in outer]
-        corner = -jnp.concatenate([columns[p].reshape(size, -1) for p in outer], 1)
-        return Arrow(
-            g,
-            blocks,
-            {p: -jnp.moveaxis(columns[p], 0, -1) for p in rows},
-            corner + jnp.diag(jnp.where(jnp.concatenate(real), 0.0, 1.0)),
-        )
+        corner = -jnp.concatenate([across[p].reshape(size, -1) for p in outer], 1)
+        corner = corner + jnp.diag(jnp.where(jnp.concatenate(real), 0.0, 1.0))
+        return Arrow(g, blocks, {p: -jnp.moveaxis(across[p], 0, -1) for p in rows}, corner)
 
 
 def _log_det(arrow: Arrow) -> Array:
-    """Return the log determinant of an arrow, with derivatives up to the second."""
-    corner, found = arrow.corner, jnp.zeros(())
-    for p, A in arrow.rows.items():
-        rows = _Series.of(A)
-        found += rows.log_det()
-        if len(corner):
-            B = arrow.border[p]
-            corner = corner - jnp.einsum("ndo,ndq->oq", B, rows.solve(B))
-    return found + _Series.of(corner).log_det() if len(corner) else found
+    r"""Return the log determinant of an arrow, with derivatives up to the second.
 
-
-class _Series(NamedTuple):
-    r"""Blocks :math:`A = A_0 + \Delta`, with ``P`` the inverse of :math:`A_0`.
-
-    :math:`A_0` is the value of the blocks, held fixed, so that :math:`\Delta` is zero and only its
-    derivatives count. The series
+    Of blocks :math:`A = A_0 + \Delta` the value :math:`A_0` is held fixed, with ``P`` its inverse,
+    so that :math:`\Delta` is zero and only its derivatives count. The series
 
     :math:`A^{-1} = P - P \Delta P + P \Delta P \Delta P` and
     :math:`\log\det A = \log\det A_0 + \mathrm{tr} P \Delta - \tfrac12 \mathrm{tr} (P \Delta)^2`
@@ -368,27 +351,26 @@ class _Series(NamedTuple):
     latents.
     """
 
-    L: Array
-    P: Array
-    delta: Array
-
-    @classmethod
-    def of(cls, A: Array) -> _Series:
+    def series(A: Array) -> tuple[Array, Array, Array]:
         fixed = jax.lax.stop_gradient(A)
-        L = linalg.cholesky(fixed)
+        L, delta = linalg.cholesky(fixed), A - fixed
         P = linalg.cholesky_solve(L, jnp.broadcast_to(jnp.eye(A.shape[-1]), A.shape))
-        return cls(L, P, A - fixed)
-
-    def log_det(self) -> Array:
-        E = self.P @ self.delta
+        E = P @ delta
         first = jnp.trace(E, axis1=-2, axis2=-1).sum()
-        fixed = 2 * jnp.log(jnp.diagonal(self.L, axis1=-2, axis2=-1)).sum()
-        return fixed + first - 0.5 * (E * jnp.swapaxes(E, -1, -2)).sum()
+        at_fixed = 2 * jnp.log(jnp.diagonal(L, axis1=-2, axis2=-1)).sum()
+        return at_fixed + first - 0.5 * (E * jnp.swapaxes(E, -1, -2)).sum(), P, delta
 
-    def solve(self, B: Array) -> Array:
-        first = self.P @ B
-        second = self.P @ (self.delta @ first)
-        return first - second + self.P @ (self.delta @ second)
+    corner, found = arrow.corner, jnp.zeros(())
+    for p, A in arrow.rows.items():
+        log_det, P, delta = series(A)
+        found += log_det
+        if len(corner):
+            B = arrow.border[p]
+            first = P @ B
+            second = P @ (delta @ first)
+            solved = first - second + P @ (delta @ second)
+            corner = corner - jnp.einsum("ndo,ndq->oq", B, solved)
+    return found + series(corner)[0] if len(corner) else found
 
 
 def _newton_decrement(arrow: Arrow, step: Rows) -> Array:

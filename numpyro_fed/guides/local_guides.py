@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
+from jax.tree_util import PyTreeDef
 from numpyro import handlers
 
 from numpyro_fed.basics.errors import GuideError, optional, positive_int
 from numpyro_fed.basics.programs import TRACING
-from numpyro_fed.basics.trees import Tree
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.numerics.gaussian import Gaussian, standard_normal, unit_lower
@@ -257,19 +257,14 @@ class Encoder:
         """Return the name of the network's parameters among the shared parameters."""
         return f"encoder of '{self.plate}'"
 
-    @property
-    def standardises(self) -> bool:
-        """Return whether the inputs are standardised before the run."""
-        return self.hidden > 0
-
     def init(self, key: Array) -> dict[str, Array]:
         """Return the first parameters."""
-        if not self.standardises:
-            return {name: jnp.asarray(a) for name, a in _arrays_by_path(self.module).items()}
+        if not self.hidden:
+            return {name: jnp.asarray(a) for name, a in _learnt(self.module)[0].items()}
         width = sum(math.prod(shape) for shape, _ in self.row.values())
         fresh = _network(width + self.reads, self.dim, self.hidden, key)
         units = {"shift": jnp.zeros(width), "scale": jnp.ones(width)}
-        return _arrays_by_path(fresh) | units
+        return _learnt(fresh)[0] | units
 
     def features(self, data: SiloData) -> Array:
         """Return the inputs (rows, width) that are to be standardised."""
@@ -280,7 +275,7 @@ class Encoder:
         self, phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
     ) -> GuideParams:
         """Return the parameters of the plate's guide, (rows, dim) each."""
-        if self.standardises:
+        if self.hidden:
             # Means and sds of the inputs are among the shared parameters, but are not learnt.
             shift, scale = stop_gradient((phi["shift"], phi["scale"]))
             x, read = jnp.arcsinh((self.features(data) - shift) / scale), z_G[: self.reads]
@@ -296,10 +291,8 @@ class Encoder:
         """Return the network's output with parameters ``phi``."""
         from numpyro.contrib.module import eqx_module
 
-        learnt = _learnt(self.module)
-        params = jax.tree.unflatten(
-            jax.tree.structure(learnt), [phi[n] for n in _arrays_by_path(learnt)]
-        )
+        learnt, tree = _learnt(self.module)
+        params = jax.tree.unflatten(tree, [phi[name] for name in learnt])
         with TRACING, handlers.block(), handlers.substitute(data={f"{self.name}$params": params}):
             return eqx_module(self.name, self.module)(*args)
 
@@ -318,14 +311,15 @@ def encoder_of(
     if spec.encoder is not None:
         given = Encoder(plate, fm, dim, row, spec.encoder)
         one = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in row.items()}
-        phi = given.init(jax.random.key(0))
-
-        def run(row: dict[str, Array]) -> Any:
-            theta = fm.init_theta(jax.random.key(0))
-            return given.apply(phi, row, fm.constrain_global(theta, jnp.zeros(fm.dim)))
-
+        key = jax.random.key(0)
+        phi = given.init(key)
         try:
-            out = jax.eval_shape(run, one)
+            out = jax.eval_shape(
+                lambda row: given.apply(
+                    phi, row, fm.constrain_global(fm.init_theta(key), jnp.zeros(fm.dim))
+                ),
+                one,
+            )
             shapes = [tuple(a.shape) for a in out] if isinstance(out, tuple | list) else out.shape
         except Exception as error:
             raise GuideError(
@@ -353,17 +347,12 @@ def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> Federa
     return replace(fm, networks={e.name: e.init for e in encoders.values()})
 
 
-def _learnt(module: Tree) -> Tree:
-    """Return the module with its arrays of floats only; all other leaves are None."""
+def _learnt(module: object) -> tuple[dict[str, Array], PyTreeDef]:
+    """Return a module's arrays of floats by their paths, and the structure of the module."""
     import equinox as eqx
 
-    return eqx.filter(module, eqx.is_inexact_array)
-
-
-def _arrays_by_path(module: object) -> dict[str, Array]:
-    """Return the learnt arrays of such a module, by their paths."""
-    leaves, _ = jax.tree.flatten_with_path(_learnt(module))
-    return {jax.tree_util.keystr(path).lstrip("."): a for path, a in leaves}
+    leaves, tree = jax.tree.flatten_with_path(eqx.filter(module, eqx.is_inexact_array))
+    return {jax.tree_util.keystr(path).lstrip("."): a for path, a in leaves}, tree
 
 
 def _network(inputs: int, dim: int, hidden: int, key: Array) -> Any:

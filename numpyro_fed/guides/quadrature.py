@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,19 +101,6 @@ def hermite(nodes: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
     grid = np.stack(np.meshgrid(*[t] * dim, indexing="ij"), -1).reshape(-1, dim)
     log_w = np.stack(np.meshgrid(*[np.log(w)] * dim, indexing="ij"), -1).reshape(-1, dim)
     return grid, log_w.sum(1) + (grid**2).sum(1)
-
-
-class OuterIntegrand(NamedTuple):
-    """The density of an outer plate's latents with all that is below them, and where it lies.
-
-    ``mode`` (n, d) and ``root`` (n, d, d), of the covariance, are of each row of the outer plate.
-    ``log_density`` gives (n,) numbers at latents (n, d). Where a row reads several rows of the
-    outer plate, these have no integrals of their own, and it is NaN.
-    """
-
-    mode: Array
-    root: Array
-    log_density: Callable[[Array], Array]
 
 
 @dataclass(frozen=True)
@@ -211,8 +197,13 @@ class RowIntegrals:
 
     def _outer_integrand(
         self, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData
-    ) -> OuterIntegrand:
-        """Return what is integrated over the latents of the outer plate, which there must be."""
+    ) -> tuple[Array, Array, Callable[[Array], Array]]:
+        """Return mode and root of each row of the outer plate, and what is integrated over it.
+
+        There must be an outer plate. Mode (n, d) and root (n, d, d), of the covariance, are of its
+        rows. The third is a log density, (n,) numbers at latents (n, d). Where a row reads several
+        rows of the outer plate, these have no integrals of their own, and it is NaN.
+        """
         laplace = Laplace(self.model)
         (plate,) = laplace.outer_plates
         mode, covariance = laplace.outer_at(near.modes, near.arrow)[plate]
@@ -232,7 +223,7 @@ class RowIntegrals:
             ]
             return jnp.where(apart, found[plate] + sum(below, jnp.zeros(n)), jnp.nan)
 
-        return OuterIntegrand(mode, root, log_density)
+        return mode, root, log_density
 
     def _terms(
         self, theta: Theta, z_G: Array, z_outer: Rows, near: SearchEnd, data: SiloData
@@ -246,12 +237,12 @@ class RowIntegrals:
             t, log_w = (jnp.asarray(a, mode.dtype) for a in hermite(self.nodes, d))
             nodes = jnp.broadcast_to(t.T, (*mode.shape, len(t)))
             steps = jnp.sqrt(2.0) * linalg.solve(root, nodes, transposed=True)  # (rows, d, K)
-
-            def at(step: Array, plate: str = plate, mode: Array = mode) -> Array:
-                z = {**latents, plate: mode + step}
-                return self.model.log_silo(theta, z_G, z, data)[plate]
-
-            each = jax.vmap(at)(jnp.moveaxis(steps, -1, 0)) + log_w[:, None]
+            log_p = jax.vmap(
+                lambda step, p=plate, mode=mode: self.model.log_silo(
+                    theta, z_G, {**latents, p: mode + step}, data
+                )[p]
+            )(jnp.moveaxis(steps, -1, 0))
+            each = log_p + log_w[:, None]
             log_det = jnp.log(jnp.diagonal(root, axis1=-2, axis2=-1)).sum(-1)
             value = jax.nn.logsumexp(each, 0) + 0.5 * d * jnp.log(2.0) - log_det
             terms[plate] = data.masked(plate, value)
@@ -293,15 +284,10 @@ class RowIntegrals:
 
         def rows(z: Array) -> Rows:
             terms = fm.log_silo(theta, z_G, {**point, outer: z}, data)
-            return {p: terms[p] for p in (*others, outer)}
+            return {p: data.masked(p, terms[p]) for p in (*others, outer)}
 
-        def along(tangent: Array) -> Rows:
-            return {
-                p: data.masked(p, s)
-                for p, s in jax.jvp(rows, (point[outer],), (tangent,))[1].items()
-            }
-
-        slopes = jax.vmap(jax.vmap(along))(tangents)
+        along = jax.vmap(lambda tangent: jax.jvp(rows, (point[outer],), (tangent,))[1])
+        slopes = jax.vmap(along)(tangents)
         members, apart = {}, jnp.array(True)
         for p, (one, first, second) in stop_gradient(slopes).items():  # (d, rows) each
             steepest = jnp.abs(one).argmax(0)[None]

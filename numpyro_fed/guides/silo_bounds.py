@@ -147,10 +147,13 @@ class SiloBound:
             log_weights = self._each_outer(at, self._draws(guide.outer_plates, at, outer), eps)
             return jax.nn.logsumexp(log_weights) - math.log(k_outer)
         moved_by_globals, moved_by_guide = self._two_paths(guide.outer_plates, at, outer)
-        counts = ((_OUTER, k_outer),)
-        return _doubly_reparametrised(
-            self._outer_weights, counts, moved_by_guide, (moved_by_globals, at, eps)
-        )[_OUTER]
+
+        def weights(own: Rows, rest: tuple[Rows, AtDraw, Rows]) -> Rows:
+            others, at, eps = rest
+            return {_OUTER: self._each_outer(at, jax.tree.map(jnp.add, others, own), eps)}
+
+        rest = moved_by_globals, at, eps
+        return _doubly_reparametrised(weights, ((_OUTER, k_outer),), moved_by_guide, rest)[_OUTER]
 
     def sample(self, key: Array, at: AtDraw) -> Rows:
         """Return a draw of the locals, {plate: (rows, dim)}, resampled by weight if ``K > 1``."""
@@ -245,12 +248,6 @@ class SiloBound:
         plates = self.guide.row_plates
         return {p: eps[p][:, jnp.arange(self._k_rows) % self.draws[p]] for p in plates}
 
-    def _row_weights(self, moved_by_guide: Rows, rest: tuple[Rows, AtDraw]) -> Rows:
-        moved_by_globals, at = rest
-        return jax.vmap(partial(self._log_ratio, at=at))(
-            jax.tree.map(jnp.add, moved_by_globals, moved_by_guide)
-        )
-
     def _silo_term(self, at: AtDraw, z_outer: Rows, eps: Rows) -> Array:
         """Return the silo's whole term () at one draw of the outer latents."""
         below, rows = at._replace(z_outer=z_outer), self.guide.row_plates
@@ -269,8 +266,14 @@ class SiloBound:
             terms = _log_mean_exp(weights, self._counts)
         else:
             moved_by_globals, moved_by_guide = self._two_paths(rows, below, self._tiled(eps))
-            rest = moved_by_globals, self._stopped(below)
-            terms = _doubly_reparametrised(self._row_weights, self._counts, moved_by_guide, rest)
+            terms = _doubly_reparametrised(
+                lambda own, rest: jax.vmap(partial(self._log_ratio, at=rest[1]))(
+                    jax.tree.map(jnp.add, rest[0], own)
+                ),
+                self._counts,
+                moved_by_guide,
+                (moved_by_globals, self._stopped(below)),
+            )
         stopped = at if self.plain else self._stopped(at)
         outer = {p: self._log_q(p, stopped, z_outer[p]) for p in self.guide.outer_plates}
         return at.data.total(terms) - _total(outer)
@@ -278,16 +281,6 @@ class SiloBound:
     def _each_outer(self, at: AtDraw, z_outer: Rows, eps: Rows) -> Array:
         """Return the silo's whole term at all draws of the outer latents (K_outer,)."""
         return jax.vmap(lambda z, e: self._silo_term(at, z, e), (0, 1))(z_outer, eps)
-
-    def _outer_weights(
-        self, moved_by_guide: Rows, rest: tuple[Rows, AtDraw, Rows]
-    ) -> dict[str, Array]:
-        moved_by_globals, at, eps = rest
-        return {
-            _OUTER: self._each_outer(
-                at, jax.tree.map(jnp.add, moved_by_globals, moved_by_guide), eps
-            )
-        }
 
 
 Bound = QuadratureBound | SiloBound

@@ -30,7 +30,7 @@ from numpyro_fed.guides.local_guides import (
 )
 from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Plate, Site
+from numpyro_fed.text.sites import Site
 
 # Sizes up to which "auto" takes the richer guide.
 # Globals: a skewed guide has three times the parameters of a full one, and a loop over coordinates
@@ -128,21 +128,16 @@ def MeanField(
     )
 
 
-class LocalConfig(NamedTuple):
-    """The complete settings of the guide of a silo plate's rows: see :class:`LocalGuide`."""
-
-    plate: str
-    kind: str
-    couple_mean: bool
-    couple_scale: bool
-
-
 class GuideConfig(NamedTuple):
-    """The complete settings of a guide, for a model and the sizes of its silo plates."""
+    """The complete settings of a guide, for a model and the sizes of its silo plates.
+
+    ``locals`` has for each plate its name, and the kind of covariance, ``couple_mean`` and
+    ``couple_scale`` of a :class:`LocalGuide`.
+    """
 
     globals: str
     rank: int | None
-    locals: tuple[LocalConfig, ...]
+    locals: tuple[tuple[str, str, bool, bool], ...]
 
 
 Spec: TypeAlias = Structured | Amortised | AutoGuide
@@ -168,18 +163,50 @@ def resolve_guide(
     width_outer = sum(p.dim * largest[p.name] for p in with_latents if p.outer)
     plates = []
     for p in with_latents:
-        width = fm.dim + (0 if p.outer else width_outer)
-        row_covariance = _row_covariance(spec, fm, p, largest[p.name] * p.dim)
-        couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
+        kind = _setting_of_plate(spec, fm, p.name)
         mean, scale = spec.couple_mean, spec.couple_scale
-        if row_covariance == AMORTISED:
-            mean = scale = False
+        if isinstance(kind, Amortised):
+            if p.outer:
+                raise GuideError(
+                    f"guides.Amortised for silo_plate '{p.name}': rows of another plate depend on "
+                    "its latents, and a network reads one row at a time. Say "
+                    f"locals={{'{p.name}': 'full', ...}}, and Amortised() for the plate below."
+                )
+            kind, mean, scale = AMORTISED, False, False
+        elif kind == "auto" and p.outer and largest[p.name] * p.dim <= JOINT_UP_TO:
+            kind = "joint"
+        elif kind == "auto":
+            kind = "full" if p.dim <= FULL_ROW_UP_TO else "diagonal"
+        elif kind not in ("diagonal", "full", "joint"):
+            raise GuideError(
+                f"locals={kind!r} for silo_plate '{p.name}': expected 'auto', 'diagonal', 'full', "
+                "'joint' or guides.Amortised(...)."
+            )
+        width = fm.dim + (0 if p.outer else width_outer)
+        couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
         mean, scale = (couple if own is None else own for own in (mean, scale))
-        plates.append(LocalConfig(p.name, row_covariance, mean, scale))
+        plates.append((p.name, kind, mean, scale))
     # About the square root, as NumPyro's AutoLowRankMultivariateNormal has it, and at most 20.
     rank = spec.rank or min(int(fm.dim**0.5) + 1, 20)
-    covariance = _globals_covariance(spec, fm, at_mode)
-    return GuideConfig(covariance, rank if covariance == "low_rank" else None, tuple(plates))
+    chosen = spec.globals
+    if isinstance(chosen, AutoGuide):
+        return GuideConfig(type(chosen).__name__, None, tuple(plates))
+    if chosen == "auto":
+        latents = fm.named("latent")
+        # A bounded site beside another one is most often a scale and its effects.
+        scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
+        if at_mode and scales and fm.dim <= SKEWED_UP_TO:
+            chosen = "skewed"
+        elif fm.dim <= FULL_COVARIANCE_UP_TO:
+            chosen = "full"
+        else:
+            chosen = "low_rank" if fm.dim <= LOW_RANK_UP_TO else "diagonal"
+    if chosen not in ("diagonal", "full", "skewed", "low_rank"):
+        raise GuideError(
+            f"globals={chosen!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "
+            "NumPyro autoguide."
+        )
+    return GuideConfig(chosen, rank if chosen == "low_rank" else None, tuple(plates))
 
 
 def build_guide(
@@ -203,7 +230,18 @@ def build_guide(
         if kind == AMORTISED and row_of is not None:
             setting = _setting_of_plate(spec, fm, plate)
             encoders[plate] = encoder_of(setting, fm, plate, width, row_of(plate), init_scale)
-    globals_ = _global_guide(spec, chosen, rank, fm)
+    globals_: GlobalGuide[Array]
+    if isinstance(spec.globals, AutoGuide):
+        globals_ = from_autoguide(spec.globals, fm.dim)
+    elif chosen == "skewed":
+        # Bounded sites first: scales before their effects.
+        sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
+        order = tuple(i for s in sites for i in range(s.start, s.stop))
+        globals_ = Skewed(fm.dim, init_scale, order)
+    elif chosen == "low_rank":
+        globals_ = LowRank(fm.dim, init_scale, rank or 1)
+    else:
+        globals_ = (Full if chosen == "full" else Diagonal)(fm.dim, init_scale)
     return Guide(fm, globals_, locals_, spec.init_loc_fn, encoders)
 
 
@@ -239,51 +277,6 @@ def _unbounded(fm: FederatedModel, site: Site) -> bool:
     return base in (constraints.real, constraints.real_vector)
 
 
-def _globals_covariance(spec: Structured, fm: FederatedModel, at_mode: bool) -> str:
-    """Return the kind of the globals' covariance, or the name of an autoguide."""
-    setting, dim = spec.globals, fm.dim
-    if isinstance(setting, AutoGuide):
-        return type(setting).__name__
-    if setting == "auto":
-        latents = fm.named("latent")
-        # A bounded site beside another one is most often a scale and its effects.
-        scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
-        if at_mode and scales and dim <= SKEWED_UP_TO:
-            return "skewed"
-        return (
-            "full"
-            if dim <= FULL_COVARIANCE_UP_TO
-            else "low_rank"
-            if dim <= LOW_RANK_UP_TO
-            else "diagonal"
-        )
-    if setting not in ("diagonal", "full", "skewed", "low_rank"):
-        raise GuideError(
-            f"globals={setting!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "
-            "NumPyro autoguide."
-        )
-    return setting
-
-
-def _global_guide(
-    spec: Structured, covariance: str, rank: int | None, fm: FederatedModel
-) -> GlobalGuide[Array]:
-    """Return the guide of the globals with complete settings."""
-    dim, init_scale = fm.dim, spec.init_scale
-    if isinstance(spec.globals, AutoGuide):
-        return from_autoguide(spec.globals, dim)
-    if covariance == "diagonal":
-        return Diagonal(dim, init_scale)
-    if covariance == "full":
-        return Full(dim, init_scale)
-    if covariance == "skewed":
-        # Bounded sites first: scales before their effects.
-        sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
-        order = tuple(i for s in sites for i in range(s.start, s.stop))
-        return Skewed(dim, init_scale, order)
-    return LowRank(dim, init_scale, rank or 1)
-
-
 def _setting_of_plate(spec: Structured, fm: FederatedModel, plate: str) -> Any:
     """Return the user's setting for a plate."""
     setting = spec.locals
@@ -295,27 +288,4 @@ def _setting_of_plate(spec: Structured, fm: FederatedModel, plate: str) -> Any:
                 f"to locals={dict(setting)}."
             )
         setting = setting[plate]
-    return setting
-
-
-def _row_covariance(spec: Structured, fm: FederatedModel, p: Plate, size: int) -> str:
-    """Return the kind of a plate's rows, with ``size`` latents at the largest silo."""
-    setting = _setting_of_plate(spec, fm, p.name)
-    if isinstance(setting, Amortised):
-        if p.outer:
-            raise GuideError(
-                f"guides.Amortised for silo_plate '{p.name}': rows of another plate depend on its "
-                f"latents, and a network reads one row at a time. Say locals={{'{p.name}': 'full', "
-                "...}, and Amortised() for the plate below."
-            )
-        return AMORTISED
-    if setting == "auto":
-        if p.outer and size <= JOINT_UP_TO:
-            return "joint"
-        return "full" if p.dim <= FULL_ROW_UP_TO else "diagonal"
-    if setting not in ("diagonal", "full", "joint"):
-        raise GuideError(
-            f"locals={setting!r} for silo_plate '{p.name}': expected 'auto', 'diagonal', 'full', "
-            "'joint' or guides.Amortised(...)."
-        )
     return setting

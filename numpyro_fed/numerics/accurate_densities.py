@@ -121,9 +121,7 @@ def softplus(x: Array) -> Array:
     return jnp.maximum(x, 0.0) + 2 * s * series
 
 
-@softplus.defjvp
-def _softplus_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return softplus(*primals), jax.nn.sigmoid(*primals) * tangents[0]
+softplus.defjvps(lambda change, _, x: jax.nn.sigmoid(x) * change)
 
 
 def times_log(k: Array, x: ArrayLike) -> Array:
@@ -131,37 +129,18 @@ def times_log(k: Array, x: ArrayLike) -> Array:
     return jnp.where(k == 0, 0.0, k * jnp.log(jnp.where(k == 0, 1.0, x)))
 
 
-def _floats(*values: ArrayLike) -> list[Array]:
-    return [jnp.asarray(v, jnp.result_type(v, float)) for v in values]
-
-
 def _formula(names: str, f: Callable[..., Array]) -> LogProb:
     """Return the log density that is ``f`` of a value and of these parameters, all as floats."""
 
     def log_density(d: Distribution, value: ArrayLike) -> Array:
-        return f(*_floats(value, *(getattr(d, name) for name in names.split())))
+        numbers = (value, *(getattr(d, name) for name in names.split()))
+        return f(*(jnp.asarray(v, jnp.result_type(v, float)) for v in numbers))
 
     return log_density
 
 
 def _log_choices(n: Array, y: Array) -> Array:
     return gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1)
-
-
-def _gamma_poisson(y: Array, a: Array, rate: Array) -> Array:
-    # A mean of zero is an infinite rate.
-    excess = -a * jnp.log1p(1 / rate) - y * jnp.log1p(jnp.where(y == 0, 1.0, rate))
-    return log_rising(a, y) - gammaln(y + 1) + excess
-
-
-def _negative_binomial_logits(y: Array, n: Array, logits: Array) -> Array:
-    excess = -n * softplus(logits) - y * softplus(jnp.where(y == 0, 0.0, -logits))
-    return log_rising(n, y) - gammaln(y + 1) + excess
-
-
-def _beta_negative_binomial(y: Array, a: Array, b: Array, n: Array) -> Array:
-    of_beta = log_rising(a, y) + log_rising(b, n) - log_rising(a + b, n + y)
-    return log_rising(n, y) - gammaln(y + 1) + of_beta
 
 
 def _log_gamma_density(a: Array, rate: Array, y: Array) -> Array:
@@ -193,17 +172,6 @@ def _dirichlet(x: Array, a: Array) -> Array:
     return shares - _log_gamma_density(total, total, jnp.ones_like(total)) + beyond
 
 
-def _dirichlet_multinomial(y: Array, a: Array) -> Array:
-    parts = (log_rising(a, y) - gammaln(y + 1)).sum(-1)
-    total = y.sum(-1)
-    return parts + gammaln(total + 1) - log_rising(a.sum(-1), total)
-
-
-def _student_t(y: Array, df: Array, loc: Array, scale: Array) -> Array:
-    ratio = log_rising(0.5 * df, 0.5) - 0.5 * jnp.log(math.pi * df)
-    return ratio - jnp.log(scale) - 0.5 * (df + 1) * jnp.log1p(((y - loc) / scale) ** 2 / df)
-
-
 def _multivariate_student_t(d: dist.MultivariateStudentT, value: ArrayLike) -> Array:
     n, df = d.scale_tril.shape[-1], jnp.asarray(d.df, jnp.result_type(d.df, float))
     at_centre = -tri_logabsdet(d.scale_tril) - 0.5 * n * math.log(2 * math.pi)
@@ -231,8 +199,8 @@ def _times_log1m(k: Array, p: Array) -> Array:
 def _poisson(d: dist.Poisson, value: ArrayLike) -> Array:
     if d.is_sparse:
         return jnp.asarray(dist.Poisson.log_prob(d, value))
-    rate, y = _floats(d.rate, value)
-    return times_log(y, rate) - gammaln(y + 1) - rate
+    dense = _formula("rate", lambda y, rate: times_log(y, rate) - gammaln(y + 1) - rate)
+    return dense(d, value)
 
 
 def _ordered_logistic(d: dist.OrderedLogistic, value: ArrayLike) -> Array:
@@ -282,23 +250,60 @@ def _truncated(d: dist.TwoSidedTruncatedDistribution, value: ArrayLike) -> Array
 # gamma-Poisson distributions; a beta distribution is made of a Dirichlet, and an inverse gamma of a
 # gamma distribution.
 ACCURATE: dict[type, LogProb] = {
-    dist.GammaPoisson: _formula("concentration rate", _gamma_poisson),
+    # A mean of zero is an infinite rate.
+    dist.GammaPoisson: _formula(
+        "concentration rate",
+        lambda y, a, rate: (
+            log_rising(a, y)
+            - gammaln(y + 1)
+            + (-a * jnp.log1p(1 / rate) - y * jnp.log1p(jnp.where(y == 0, 1.0, rate)))
+        ),
+    ),
     dist.NegativeBinomialProbs: _formula(
         "total_count probs",
         lambda y, n, p: log_rising(n, y) - gammaln(y + 1) + _times_log1m(n, p) + times_log(y, p),
     ),
-    dist.NegativeBinomialLogits: _formula("total_count logits", _negative_binomial_logits),
+    dist.NegativeBinomialLogits: _formula(
+        "total_count logits",
+        lambda y, n, logits: (
+            log_rising(n, y)
+            - gammaln(y + 1)
+            + (-n * softplus(logits) - y * softplus(jnp.where(y == 0, 0.0, -logits)))
+        ),
+    ),
     dist.BetaBinomial: _formula(
         "concentration1 concentration0 total_count",
         lambda y, a, b, n: (
             _log_choices(n, y) + log_rising(a, y) + log_rising(b, n - y) - log_rising(a + b, n)
         ),
     ),
-    dist.BetaNegativeBinomial: _formula("concentration1 concentration0 n", _beta_negative_binomial),
-    dist.DirichletMultinomial: _formula("concentration", _dirichlet_multinomial),
+    dist.BetaNegativeBinomial: _formula(
+        "concentration1 concentration0 n",
+        lambda y, a, b, n: (
+            log_rising(n, y)
+            - gammaln(y + 1)
+            + (log_rising(a, y) + log_rising(b, n) - log_rising(a + b, n + y))
+        ),
+    ),
+    dist.DirichletMultinomial: _formula(
+        "concentration",
+        lambda y, a: (
+            (log_rising(a, y) - gammaln(y + 1)).sum(-1)
+            + gammaln(y.sum(-1) + 1)
+            - log_rising(a.sum(-1), y.sum(-1))
+        ),
+    ),
     dist.Gamma: _formula("concentration rate", lambda y, a, rate: _log_gamma_density(a, rate, y)),
     dist.Dirichlet: _formula("concentration", _dirichlet),
-    dist.StudentT: _formula("df loc scale", _student_t),
+    dist.StudentT: _formula(
+        "df loc scale",
+        lambda y, df, loc, scale: (
+            log_rising(0.5 * df, 0.5)
+            - 0.5 * jnp.log(math.pi * df)
+            - jnp.log(scale)
+            - 0.5 * (df + 1) * jnp.log1p(((y - loc) / scale) ** 2 / df)
+        ),
+    ),
     dist.MultivariateStudentT: _multivariate_student_t,
     dist.BernoulliLogits: _formula("logits", lambda y, logits: y * logits - softplus(logits)),
     dist.BernoulliProbs: _formula("probs", _bernoulli_probs),

@@ -7,9 +7,6 @@ the distribution closest to all of them, :math:`\arg\min_q \sum_j w_j D(q_j, q)`
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +78,8 @@ def wasserstein(
     >>> float(loc[0]), round(float(cov[0, 0]), 4)
     (1.0, 4.0)
     """
-    return _barycenter(wasserstein_of, locs, covs, weights)
+    loc, root = wasserstein_of(*_checked(locs, covs, weights))
+    return loc, _covariance(root)
 
 
 def forward_kl(
@@ -102,7 +100,13 @@ def forward_kl(
     >>> round(float(nf.barycenters.forward_kl([[0.0], [2.0]], [[1.0], [1.0]])[1][0]), 4)
     2.0
     """
-    return _barycenter(forward_kl_of, locs, covs, weights)
+    m, roots, w = _checked(locs, covs, weights)
+    loc = w @ m
+    deviations = m - loc
+    if roots.ndim == 2:
+        return loc, _covariance(jnp.sqrt(w @ (roots**2 + deviations**2)))
+    parts = jnp.concatenate([roots, deviations[:, :, None]], 2) * jnp.sqrt(w)[:, None, None]
+    return loc, _covariance(linalg.root_of(jnp.concatenate(list(parts), 1)))
 
 
 def reverse_kl(
@@ -124,16 +128,26 @@ def reverse_kl(
     >>> round(float(loc[0]), 4), round(float(cov[0]), 4)
     (2.0, 0.6667)
     """
-    return _barycenter(reverse_kl_of, locs, covs, weights)
+    m, roots, w = _checked(locs, covs, weights)
+    if roots.ndim == 2:
+        precision = w[:, None] / roots**2
+        total = precision.sum(0)
+        return (precision * m).sum(0) / total, _covariance(1 / jnp.sqrt(total))
+    eye = jnp.eye(roots.shape[-1], dtype=roots.dtype)
+    K = linalg.solve(roots, eye)
+    # The mean solves a least-squares problem in the inverse roots, so that no precision matrix is
+    # formed, whose condition number is the square of a root's.
+    K = jnp.sqrt(w)[:, None, None] * K
+    Q, R = jnp.linalg.qr(K.reshape(-1, K.shape[-1]))
+    right = Q.T @ jnp.einsum("jab,jb->ja", K, m).reshape(-1)
+    loc = linalg.solve(R.T, right, transposed=True)
+    return loc, _covariance(linalg.root_of(linalg.solve(R.T, eye, transposed=True)))
 
 
-def _barycenter(
-    barycenter_of: Callable[[Array, Array, Array], tuple[Array, Array]],
-    locs: ArrayLike,
-    covs: ArrayLike,
-    weights: ArrayLike | None,
-) -> tuple[Array, Array]:
-    """Check the input, and return mean and covariance of a barycenter, by roots of covariances."""
+def _checked(
+    locs: ArrayLike, covs: ArrayLike, weights: ArrayLike | None
+) -> tuple[Array, Array, Array]:
+    """Return means, roots of covariances, and weights that sum to one, once they are checked."""
     m, S = jnp.asarray(locs) * 1.0, jnp.asarray(covs) * 1.0
     number = len(m) if m.ndim else 0
     w = jnp.ones(number) if weights is None else jnp.asarray(weights) * 1.0
@@ -169,8 +183,11 @@ def _barycenter(
             f"covariance {bad[0]} is not positive definite to the digits of {S.dtype}. Leave out a "
             "coordinate that others determine, or enable double precision."
         )
-    loc, root = barycenter_of(m, roots, w / w.sum())
-    return loc, root @ root.T if full else root**2
+    return m, roots, w / w.sum()
+
+
+def _covariance(root: Array) -> Array:
+    return root @ root.T if root.ndim == 2 else root**2
 
 
 def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Array]:
@@ -187,14 +204,14 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
     roots = jax.vmap(linalg.root_of)(roots[:, order])
     eps = jnp.finfo(roots.dtype).eps
 
-    def cond_fn(carry: tuple[Array, Array, Array]) -> Array:
-        i, _, moved = carry
-        return (i < MAX_STEPS) & (moved > 10 * eps)
-
-    def body_fn(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def step(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         i, L, _ = carry
         # One transport, by the average of the maps to all distributions.
-        M = jnp.einsum("j,jab->ab", weights, jax.vmap(partial(_map_to, L))(roots))
+        # A map is (L' R R' L)^(1/2). The eigenvalues of that product would have half as many digits
+        # as the singular values of L' R.
+        U, d, _ = jax.vmap(lambda root: linalg.svd(L.T @ root))(roots)
+        maps = jax.vmap(lambda U, d: (U * d) @ U.T)(U, d)
+        M = jnp.einsum("j,jab->ab", weights, maps)
         after = linalg.root_of(linalg.solve(L, M, transposed=True))
         scale = jnp.sqrt((after**2).sum(1))
         return i + 1, after, (jnp.abs(after - L) / scale[:, None]).max()
@@ -202,39 +219,7 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
     # The average of the roots is exact for diagonal covariances, and a start for all others.
     first = linalg.root_of(jnp.einsum("j,jab->ab", weights, roots))
     start = jnp.zeros((), jnp.int32), first, jnp.array(jnp.inf, roots.dtype)
-    found = jax.lax.while_loop(cond_fn, body_fn, start)[1]
+    found = jax.lax.while_loop(
+        lambda carry: (carry[0] < MAX_STEPS) & (carry[2] > 10 * eps), step, start
+    )[1]
     return loc, linalg.root_of(found[jnp.argsort(order)])
-
-
-def _map_to(L: Array, root: Array) -> Array:
-    """Return :math:`(L' R R' L)^{1/2}` by the singular values of :math:`L' R`."""
-    # The eigenvalues of the product would have half as many digits.
-    U, d, _ = linalg.svd(L.T @ root)
-    return (U * d) @ U.T
-
-
-def forward_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Array]:
-    """Return mean and root of the barycenter by forward KL, as :func:`wasserstein_of`."""
-    loc = weights @ locs
-    deviations = locs - loc
-    if roots.ndim == 2:
-        return loc, jnp.sqrt(weights @ (roots**2 + deviations**2))
-    parts = jnp.concatenate([roots, deviations[:, :, None]], 2) * jnp.sqrt(weights)[:, None, None]
-    return loc, linalg.root_of(jnp.concatenate(list(parts), 1))
-
-
-def reverse_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Array]:
-    """Return mean and root of the barycenter by reverse KL, as :func:`wasserstein_of`."""
-    if roots.ndim == 2:
-        precision = weights[:, None] / roots**2
-        total = precision.sum(0)
-        return (precision * locs).sum(0) / total, 1 / jnp.sqrt(total)
-    eye = jnp.eye(roots.shape[-1], dtype=roots.dtype)
-    K = linalg.solve(roots, eye)
-    # The mean solves a least-squares problem in the inverse roots, so that no precision matrix is
-    # formed, whose condition number is the square of a root's.
-    K = jnp.sqrt(weights)[:, None, None] * K
-    Q, R = jnp.linalg.qr(K.reshape(-1, K.shape[-1]))
-    right = Q.T @ jnp.einsum("jab,jb->ja", K, locs).reshape(-1)
-    loc = linalg.solve(R.T, right, transposed=True)
-    return loc, linalg.root_of(linalg.solve(R.T, eye, transposed=True))

@@ -42,17 +42,6 @@ class Gaussian(NamedTuple):
 
     ``loc`` (..., dim) is the mean, ``log_scale`` (..., dim) the logarithm ``s`` of the diagonal of
     ``L``, and ``unit`` (..., dim, dim) ``T``, None for independent coordinates.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed.numerics.gaussian import Gaussian
-    >>> q = Gaussian.of_root(jnp.zeros(2), jnp.array([[2.0, 0.0], [2.0, 1.0]]))
-    >>> q.draw(jnp.array([1.0, 1.0]))
-    Array([2., 3.], dtype=float32)
-    >>> q.covariance
-    Array([[4., 4.],
-           [4., 5.]], dtype=float32)
     """
 
     loc: Array
@@ -215,16 +204,6 @@ class Curvature(Generic[AnyArray]):
     Coordinates are scaled by their own curvature first, so that their units do not matter. ``unit``
     (..., dim) is the diagonal of ``D``, 1 where the curvature is zero; ``values`` (..., dim) are in
     ascending order, and ``vectors`` (..., dim, dim) ``V``, in columns.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from numpyro_fed.numerics.gaussian import Curvature
-    >>> saddle = Curvature.of(jnp.array([[1.0, 0.0], [0.0, -4e6]]))
-    >>> [round(float(v), 3) for v in saddle.values]
-    [-1.0, 1.0]
-    >>> [round(float(x), 3) for x in saddle.positive(1e-6).solve(jnp.array([1.0, 4e6]))]
-    [1.0, 1.0]
     """
 
     unit: AnyArray

@@ -135,7 +135,7 @@ def eigh(A: Array) -> tuple[Array, Array]:
     if A.shape[-1] < 2:
         return A.sum(-1), jnp.ones_like(A)
     if A.shape[-1] > 2:
-        return _each(_eigh, A)
+        return _each(_in_turn_on_cpu(lambda A: tuple(jnp.linalg.eigh(A))), A)
     a, b, c = A[..., 0, 0], A[..., 1, 0], A[..., 1, 1]
     half, r = 0.5 * (a - c), jnp.hypot(0.5 * (a - c), b)
     # Of cosine and sine of the larger one's angle, the one that is not small is a root, and the
@@ -178,12 +178,6 @@ def least_squares(A: Array, b: Array) -> Array:
     return jnp.linalg.lstsq(A, b)[0]
 
 
-@_in_turn_on_cpu
-def _eigh(A: Array) -> tuple[Array, Array]:
-    values, vectors = jnp.linalg.eigh(A)
-    return values, vectors
-
-
 def _matrix(rows: list[list[Array]]) -> Array:
     """Return matrices (..., d, d) from their entries."""
     return jnp.stack([jnp.stack(row, -1) for row in rows], -2)
@@ -214,17 +208,14 @@ def _cholesky(A: Array) -> Array:
     return jnp.tril(jnp.where(positive[..., None, None], _matrix(L), jnp.nan))
 
 
-@_cholesky.defjvp
-def _cholesky_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    L, (change,) = _cholesky(*primals), tangents
-    return L, _changed(L, change)
-
-
 def _changed(L: Array, change: Array) -> Array:
     r"""Return how ``L`` changes as :math:`A = L L'` does: :math:`L \Phi(L^{-1} \dot A L^{-T})`."""
     # Phi keeps the entries of a matrix below the diagonal, and half of its diagonal.
     inner = solve(L, jnp.swapaxes(solve(L, change), -1, -2))
     return _dot(L, jnp.tril(inner) * (1 - 0.5 * jnp.eye(L.shape[-1], dtype=L.dtype)))
+
+
+_cholesky.defjvps(lambda change, L, A: _changed(L, change))
 
 
 @jax.custom_jvp
@@ -235,11 +226,9 @@ def _root_of(M: Array) -> Array:
     return R.T * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
 
 
-@_root_of.defjvp
-def _root_of_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (M,), (change,) = primals, tangents
-    L, across = _root_of(M), _dot(change, M.T)
-    return L, _changed(L, across + across.T)
+_root_of.defjvps(
+    lambda change, L, M: _changed(L, (across := _dot(change, M.T)) + across.T),
+)
 
 
 @custom_vmap
@@ -260,10 +249,7 @@ def _factors_by_columns(A: Array) -> Array:
     place = jnp.arange(d)
 
     def step(j: Array, A: Array) -> Array:
-        """Return the stack with column ``j`` of the factors, and the columns to its right reduced.
-
-        They are reduced by the outer product of column ``j``, as in the right-looking algorithm.
-        """
+        """Return the stack with column ``j`` of the factors, and those to its right reduced."""
         column = jax.lax.dynamic_index_in_dim(A, j, -1, keepdims=False)
         pivot = jax.lax.dynamic_index_in_dim(column, j, -1)
         column = jnp.where(place >= j, column / jnp.sqrt(pivot), 0.0)

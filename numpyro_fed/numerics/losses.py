@@ -209,10 +209,8 @@ class generalised_cross_entropy:
                 f"generalised_cross_entropy is for discrete distributions, got "
                 f"{type(inside).__name__}. Use beta_loss or gamma_loss."
             )
-        return (
-            -jnp.expm1(self.delta * jnp.asarray(accurate(distribution).log_prob(value)))
-            / self.delta
-        )
+        log_p = jnp.asarray(accurate(distribution).log_prob(value))
+        return -jnp.expm1(self.delta * log_p) / self.delta
 
 
 def log_power_integral(distribution: Distribution, power: float) -> Array:
@@ -281,51 +279,8 @@ def log_power_integral(distribution: Distribution, power: float) -> Array:
             f"the power integral of {kind.__name__} is accurate up to a power of {_SWITCH}, got "
             f"{power}."
         )
-    return _poisson(d, power) if kind is dist.Poisson else _binomial(d, power)
-
-
-def _binomial(d: dist.BinomialLogits | dist.BinomialProbs, power: float) -> Array:
-    n, p = jnp.broadcast_arrays(jnp.asarray(d.total_count), jnp.asarray(d.probs))
-    many = n * p * (1 - p) > _SWITCH
-    # Both branches are computed, under ``where``. Each gets harmless arguments where the other one
-    # counts, so that neither overflows there and makes the gradient NaN.
-    log_sum = _binomial_sum(d, n, jnp.where(many, 0.0, n * p), power)
-    rare = jnp.where(many, jnp.minimum(p, 1 - p), 0.5)
-    log_rule = _binomial_rule(jnp.where(many, n, 4 * _SWITCH), rare, power)
-    return jnp.where(many, log_rule, log_sum)
-
-
-def _binomial_sum(
-    d: dist.BinomialLogits | dist.BinomialProbs, n: Array, mean: Array, power: float
-) -> Array:
-    """Return the log sum over all counts if there are few, else over those near the mean."""
-    terms = len(_TERMS)
-    if not isinstance(d.total_count, jax.core.Tracer):
-        terms = min(terms, int(np.max(d.total_count, initial=0)) + 1)
-    last = jnp.maximum(n - terms + 1, 0)
-    first = jnp.clip(jnp.floor(mean).astype(n.dtype) - terms // 2, 0, last)
-    k = first + jnp.arange(terms, dtype=n.dtype).reshape(-1, *(1 for _ in d.batch_shape))
-    log_p = accurate(d).log_prob(jnp.minimum(k, n))
-    return logsumexp(jnp.where(k <= n, power * log_p, -jnp.inf), axis=0)
-
-
-def _binomial_rule(n: Array, p: Array, power: float) -> Array:
-    """Return the log integral, as for a Poisson, by deviances of successes and of failures."""
-    mean, mean_failures = (n * p)[..., None], (n * (1 - p))[..., None]
-    t = jnp.asarray(_POINTS, mean.dtype) / math.sqrt(power)
-    scale = jnp.sqrt(mean * (1 - p)[..., None])
-    k, failures = mean + t * scale, mean_failures - t * scale
-    deviance = t**2 * (
-        (1 - p)[..., None] * _deviance(t * scale / mean)
-        + p[..., None] * _deviance(-t * scale / mean_failures)
-    )
-    log_width = 0.5 * (LOG_2PI + jnp.log(k) + jnp.log(failures / n[..., None]))
-    stirling = _stirling(k) + _stirling(failures) - _stirling(n[..., None])
-    log_step = jnp.log(_STEP * scale[..., 0]) - 0.5 * math.log(power)
-    return logsumexp(-power * (deviance + log_width + stirling), axis=-1) + log_step
-
-
-def _poisson(d: dist.Poisson, power: float) -> Array:
+    if kind is not dist.Poisson:
+        return _binomial(d, power)
     rate = jnp.asarray(d.rate, jnp.result_type(float))
     k = jnp.asarray(_TERMS, rate.dtype)
     few = jnp.clip(rate, jnp.finfo(rate.dtype).tiny, _SWITCH)[..., None]
@@ -339,6 +294,38 @@ def _poisson(d: dist.Poisson, power: float) -> Array:
     log_p = -(t**2) * _deviance(u) - 0.5 * (LOG_2PI + jnp.log(k)) - _stirling(k)
     log_step = math.log(_STEP) + 0.5 * jnp.log(many / power)
     return jnp.where(rate < _SWITCH, log_sum, logsumexp(power * log_p, axis=-1) + log_step)
+
+
+def _binomial(d: dist.BinomialLogits | dist.BinomialProbs, power: float) -> Array:
+    n, p = jnp.broadcast_arrays(jnp.asarray(d.total_count), jnp.asarray(d.probs))
+    many = n * p * (1 - p) > _SWITCH
+    # Both branches are computed, under ``where``. Each gets harmless arguments where the other one
+    # counts, so that neither overflows there and makes the gradient NaN.
+    # The sum over all counts if there are few, else over those near the mean.
+    mean, terms = jnp.where(many, 0.0, n * p), len(_TERMS)
+    if not isinstance(d.total_count, jax.core.Tracer):
+        terms = min(terms, int(np.max(d.total_count, initial=0)) + 1)
+    last = jnp.maximum(n - terms + 1, 0)
+    first = jnp.clip(jnp.floor(mean).astype(n.dtype) - terms // 2, 0, last)
+    k = first + jnp.arange(terms, dtype=n.dtype).reshape(-1, *(1 for _ in d.batch_shape))
+    log_p = accurate(d).log_prob(jnp.minimum(k, n))
+    log_sum = logsumexp(jnp.where(k <= n, power * log_p, -jnp.inf), axis=0)
+    # The rule, as for a Poisson, by deviances of successes and of failures.
+    p = jnp.where(many, jnp.minimum(p, 1 - p), 0.5)
+    n = jnp.where(many, n, 4 * _SWITCH)
+    mean, mean_failures = (n * p)[..., None], (n * (1 - p))[..., None]
+    t = jnp.asarray(_POINTS, mean.dtype) / math.sqrt(power)
+    scale = jnp.sqrt(mean * (1 - p)[..., None])
+    k, failures = mean + t * scale, mean_failures - t * scale
+    deviance = t**2 * (
+        (1 - p)[..., None] * _deviance(t * scale / mean)
+        + p[..., None] * _deviance(-t * scale / mean_failures)
+    )
+    log_width = 0.5 * (LOG_2PI + jnp.log(k) + jnp.log(failures / n[..., None]))
+    stirling = _stirling(k) + _stirling(failures) - _stirling(n[..., None])
+    log_step = jnp.log(_STEP * scale[..., 0]) - 0.5 * math.log(power)
+    log_rule = logsumexp(-power * (deviance + log_width + stirling), axis=-1) + log_step
+    return jnp.where(many, log_rule, log_sum)
 
 
 def _stirling(k: Array) -> Array:

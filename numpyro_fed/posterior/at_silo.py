@@ -29,7 +29,7 @@ from numpyro_fed.after.predict import (
 )
 from numpyro_fed.basics.errors import DataError, ModelError, ReplyError
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.global_draws import GlobalDraws
+from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.sampler import Sampler

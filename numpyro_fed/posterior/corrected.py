@@ -17,7 +17,7 @@ from jax import Array, random
 from numpyro_fed.after.own_rows import WhichSilo
 from numpyro_fed.after.sensitivity import PriorSensitivity, log_prior_on_supports, slopes
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
-from numpyro_fed.basics.precision import in_precision_of_object
+from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.basics.trees import elements
 from numpyro_fed.posterior.built import CompiledMethod
 from numpyro_fed.posterior.leave_out import LeaveOut, Loo, rows_left_out, silos_left_out

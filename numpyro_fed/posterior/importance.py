@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_fed.basics.errors import ModelError, positive_int
-from numpyro_fed.basics.precision import precision
+from numpyro_fed.basics.programs import precision
 from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.objectives import (
     LocallyEnhanced,

@@ -25,7 +25,7 @@ from numpyro_fed.basics.errors import (
     one_of,
     positive_int,
 )
-from numpyro_fed.basics.precision import precision
+from numpyro_fed.basics.programs import precision
 from numpyro_fed.guides.objectives import default_quadrature
 from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.posterior.built import Built, CompiledMethod

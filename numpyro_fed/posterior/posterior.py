@@ -24,8 +24,8 @@ from numpyro_fed.after.own_rows import WhichSilo, log_likelihoods_at, silo_numbe
 from numpyro_fed.after.questions import Questions
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import DataError, ModelError, positive_int
-from numpyro_fed.basics.precision import precision
-from numpyro_fed.guides.global_draws import GlobalDraws
+from numpyro_fed.basics.programs import precision
+from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
 from numpyro_fed.posterior.verdict import Verdict, unchecked, with_doubts_of_search

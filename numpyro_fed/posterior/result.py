@@ -16,7 +16,7 @@ from jax import Array
 
 from numpyro_fed.after.own_rows import ALL, WhichSilo, chosen_silos
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
-from numpyro_fed.basics.precision import in_precision_of_object
+from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.data.silo_data import Sizes
 from numpyro_fed.numerics.gaussian import Curvature
 from numpyro_fed.posterior.at_silo import told_by_silos

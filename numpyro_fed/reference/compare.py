@@ -18,7 +18,7 @@ from numpyro_fed.after.arviz import elpd_data
 from numpyro_fed.after.own_rows import outcomes_of_silos
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import ConvergenceWarning, DataError, NonFiniteError, optional
-from numpyro_fed.basics.precision import double_precision
+from numpyro_fed.basics.programs import double_precision
 from numpyro_fed.basics.trees import element_name
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.importance import importance_correct

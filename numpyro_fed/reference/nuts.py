@@ -19,7 +19,7 @@ from jax import Array
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, positive_int
-from numpyro_fed.basics.precision import is_double
+from numpyro_fed.basics.programs import is_double
 from numpyro_fed.data.padding import Bucket, grouped, stacked
 from numpyro_fed.data.silo_data import SiloData, Sizes, read_all, signature
 from numpyro_fed.data.tables import SiloInput

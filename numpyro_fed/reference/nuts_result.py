@@ -37,8 +37,7 @@ from numpyro_fed.after.own_rows import (
 from numpyro_fed.after.predict import SEEN, compiled
 from numpyro_fed.after.predict import Draws as Values
 from numpyro_fed.basics.errors import DataError, ModelError, optional, positive_int
-from numpyro_fed.basics.precision import in_precision_of_object
-from numpyro_fed.basics.programs import TRACING
+from numpyro_fed.basics.programs import TRACING, in_precision_of_object
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.accurate_densities import log_prob
 from numpyro_fed.posterior.leave_out import MAX_K, Loo, RowsOfSilo, RowSums

@@ -27,7 +27,7 @@ from numpyro_fed.basics.errors import (
     positive_number,
 )
 from numpyro_fed.basics.files import FolderLock, Store, log_privately
-from numpyro_fed.basics.precision import is_double
+from numpyro_fed.basics.programs import is_double
 from numpyro_fed.rounds.messages import (
     ACCEPT,
     DESCRIBE,

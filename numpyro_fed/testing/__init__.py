@@ -1,7 +1,5 @@
 """A tool to test your own models: the check that a density decomposes over silos and rows."""
 
-# This folder may import ``model`` only (tests/test_architecture.py).
-
 from numpyro_fed.testing.decomposition import check_decomposition
 
 __all__ = ["check_decomposition"]

@@ -7,35 +7,45 @@ term reads other rows (:mod:`numpyro_fed.text.row_checks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
-
+from typing import Any
+from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 from numpyro import handlers
-from numpyro.infer.util import potential_energy, unconstrain_fn
-
+from numpyro.infer.util import potential_energy
+from numpyro.infer.util import unconstrain_fn
 from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.data.padding import Bucket
-from numpyro_fed.data.silo_data import SiloData, read
-from numpyro_fed.text.handlers import joint, leave_out_missing, local_name
-from numpyro_fed.text.layout import layout_and_buckets, plate_follows_arrays
-from numpyro_fed.text.row_checks import (
-    ROWS_AT_ONCE,
-    ChangedRow,
-    CheckResult,
-    Perturbation,
-    default_rtol,
-    first_changed_rows,
-    row_groups,
-    summary_message,
-)
-from numpyro_fed.text.sites import Rows, Theta, unpack
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.text.handlers import joint
+from numpyro_fed.text.handlers import leave_out_missing
+from numpyro_fed.text.handlers import local_name
+from numpyro_fed.text.layout import layout_and_buckets
+from numpyro_fed.text.layout import plate_follows_arrays
+from numpyro_fed.text.row_checks import ROWS_AT_ONCE
+from numpyro_fed.text.row_checks import ChangedRow
+from numpyro_fed.text.row_checks import CheckResult
+from numpyro_fed.text.row_checks import Perturbation
+from numpyro_fed.text.row_checks import default_rtol
+from numpyro_fed.text.row_checks import first_changed_rows
+from numpyro_fed.text.row_checks import row_groups
+from numpyro_fed.text.row_checks import summary_message
+from numpyro_fed.text.sites import Rows
+from numpyro_fed.text.sites import Theta
+from numpyro_fed.text.sites import unpack
+from numpyro_fed.data.padding import stacked
+
+
 
 
 def check_decomposition(
@@ -148,7 +158,18 @@ class _Check:
         shapes = {s.name: s.shape for s in latents if s.plate is None}
         for j, size in enumerate(self.sizes):
             shapes |= {local_name(j, s.name): s.whole(size) for s in latents if s.plate is not None}
-        found = _shapes(self.model, data)
+
+        def in_joint_model(data: Sequence[SiloData]) -> dict[str, Array]:
+            text = handlers.seed(joint(self.model, [d.kwargs for d in data]), 0)
+            with TRACING:
+                values = {
+                    name: site["value"]
+                    for name, site in handlers.trace(text).get_trace().items()
+                    if site["type"] == "sample" and not site["is_observed"]
+                }
+                return unconstrain_fn(text, (), {}, values)
+
+        found = {name: a.shape for name, a in jax.eval_shape(in_joint_model, data).items()}
         for name, shape in shapes.items():
             if shape != found.get(name):
                 raise ModelError(
@@ -159,7 +180,12 @@ class _Check:
                 )
         self.log_joint = jax.jit(self._log_joint)
         self.log_perturbed = jax.jit(self._log_perturbed)
-        self.log_bucket = jax.jit(jax.vmap(self._log_silo, (None, 0, None, 0, 0)))
+        self.log_bucket = jax.jit(
+            jax.vmap(
+                lambda theta, private, *given: fm.log_silo({**theta, **private}, *given),
+                (None, 0, None, 0, 0),
+            )
+        )
 
     def _log_joint(self, data: Sequence[SiloData], point: _Point) -> tuple[Array, Array]:
         """Return the log prior () of the split model, and NumPyro's joint log density ()."""
@@ -174,11 +200,6 @@ class _Check:
         with TRACING:
             joint_density = -potential_energy(seeded, (), {}, values)
         return fm.log_prior(point.theta, point.z_G), joint_density
-
-    def _log_silo(
-        self, theta: Theta, private: Theta, z_G: Array, z_L: Rows, data: SiloData
-    ) -> Rows:
-        return self.fm.log_silo({**theta, **private}, z_G, z_L, data)
 
     def _log_perturbed(
         self,
@@ -199,7 +220,7 @@ class _Check:
         by_data = [p.name for p in fm.plates if keys[p.name]]
         changes = [Perturbation(p.name, some[p.name], steps=noise[p.name]) for p in by_latents]
         changes += [Perturbation(p, some[p], source=others[p]) for p in by_data]
-        terms = partial(self._log_silo, theta, private, z_G)
+        terms = partial(fm.log_silo, {**theta, **private}, z_G)
         plate_of = {key: p for p, names in keys.items() for key in names}
         at_once = max(1, ROWS_AT_ONCE // sum(map(len, z_L.values())))
         original, changed = first_changed_rows(
@@ -292,22 +313,20 @@ class _Check:
     def bucket(self, b: Bucket, point: _Point, terms: Sequence[dict[str, np.ndarray]]) -> None:
         """Compare the rows' sums of padded, masked and stacked silos with those of each silo."""
         target = {p: max(size[p] for size in b.sizes) for p in b.sizes[0]}
-
-        def member(i: int, j: int) -> tuple[Theta, dict[str, np.ndarray]]:
-            private = self.init_private(self.key, jax.tree.map(lambda a: a[i], b.data))
+        members = []
+        for i, j in enumerate(b.silos):
+            private = self.init_private(self.key, jax.tree.map(lambda a, i=i: a[i], b.data))
             # Latents of padded rows are ones: with zeros a term that wrongly counts might be zero.
-            rows = {p.name: np.ones((target[p.name], p.dim), self.dtype) for p in self.fm.plates}
+            ones = {p.name: np.ones((target[p.name], p.dim), self.dtype) for p in self.fm.plates}
             real = (point.private[j], point.z_L[j])
-            return jax.tree.map(_embed, real, (private, rows))
-
-        members = [member(i, j) for i, j in enumerate(b.silos)]
-        private, z_L = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
+            members.append(jax.tree.map(_embed, real, (private, ones)))
+        private, z_L = stacked(members)
         arguments = (point.theta, private, point.z_G, z_L, b.data)
-        stacked = self.log_bucket(*jax.tree.map(jnp.asarray, arguments))
+        together = self.log_bucket(*jax.tree.map(jnp.asarray, arguments))
         for i, j in enumerate(b.silos):
             for plate, rows in terms[j].items():
                 expected, scale = _sums([rows])
-                found, _ = _sums([stacked[plate][i]])
+                found, _ = _sums([together[plate][i]])
                 if not abs(found - expected) <= self.rtol * scale:
                     raise ModelError(
                         f"silo {j}, silo_plate '{plate}': expected the rows to sum to "
@@ -316,22 +335,6 @@ class _Check:
                         "own data alone: compute summaries of rows before the run and pass them "
                         "as data."
                     )
-
-
-def _shapes(model: Callable[..., object], data: Sequence[SiloData]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each latent of NumPyro's joint model in unconstrained space."""
-
-    def run(data: Sequence[SiloData]) -> dict[str, Array]:
-        text = handlers.seed(joint(model, [d.kwargs for d in data]), 0)
-        with TRACING:
-            values = {
-                name: site["value"]
-                for name, site in handlers.trace(text).get_trace().items()
-                if site["type"] == "sample" and not site["is_observed"]
-            }
-            return unconstrain_fn(text, (), {}, values)
-
-    return {name: a.shape for name, a in jax.eval_shape(run, data).items()}
 
 
 def _sums(rows: Iterable[ArrayLike]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial, partialmethod
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +171,7 @@ class Family(ABC, Generic[Eps]):
 
     def from_normals(self, normals: Array) -> Eps:
         """Return standard normals (n, dim) as the noise of ``n`` draws, if :attr:`of_normals`."""
-        raise TypeError(f"a draw of the {self.name} family takes more than {self.dim} normals.")
+        return cast(Eps, normals)
 
     def increment(self, z: Array, u: Array) -> Statistics:
         """Return ``T(z + u) - T(z)``, computed without cancellation where ``T`` is a polynomial."""
@@ -411,14 +411,11 @@ class Product(Family[Any]):
         return jnp.stack(list(self._each("proper", eta).values())).all()
 
     def fit(self, f: Callable[[Array], Array]) -> Natural:
-        zero, found = jnp.zeros(self.dim), {}
-        for name, (index, family) in self.members.items():
-
-            def on_coordinates(z: Array, index: Index = index) -> Array:
-                return f(zero.at[index].set(z))
-
-            found[name] = family.fit(on_coordinates)
-        return found
+        zero = jnp.zeros(self.dim)
+        return {
+            name: family.fit(partial(lambda index, z: f(zero.at[index].set(z)), index))
+            for name, (index, family) in self.members.items()
+        }
 
     def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Statistics:
         # One gradient for all members. The dual gradient is linear in it, so each member computes

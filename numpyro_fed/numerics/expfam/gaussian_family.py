@@ -56,10 +56,7 @@ class GaussianFamily(Family[Array]):
 
     full: bool = False
     name = "gaussian"
-
-    @property
-    def of_normals(self) -> bool:
-        return True
+    of_normals = True
 
     def statistics(self, z: Array) -> Statistics:
         return {"first": z, "second": jnp.outer(z, z) if self.full else z**2}
@@ -104,9 +101,6 @@ class GaussianFamily(Family[Array]):
     def noise(self, key: Array, n: int) -> Array:
         return jax.random.normal(key, (n, self.dim))
 
-    def from_normals(self, normals: Array) -> Array:
-        return normals
-
     def draw(self, psi: Ordinary, noise: Array) -> Array:
         return Gaussian.from_params(psi).draw(noise)
 
@@ -143,11 +137,8 @@ class GaussianFamily(Family[Array]):
             first, curvature = jax.jvp(jax.grad(f), (zero,), (jnp.ones(self.dim),))
             return {"first": first, "second": 0.5 * curvature}
 
-        def gradient(z: Array) -> tuple[Array, Array]:
-            return (g := jax.grad(f)(z)), g
-
         # Value and Jacobian of the gradient in one program; at zero ``first`` is the gradient.
-        curvature, first = jax.jacfwd(gradient, has_aux=True)(zero)
+        curvature, first = jax.jacfwd(lambda z: (g := jax.grad(f)(z), g), has_aux=True)(zero)
         return {"first": first, "second": 0.5 * symmetric(curvature)}
 
     def from_derivatives(self, z: Array, gradient: Array, curvature: Array) -> Natural:
