@@ -16,8 +16,7 @@ from problems import cut, glmm, glmm_silos
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import GuideError, ModelError
-from numpyro_fed.rounds.combine import combine
-from numpyro_fed.rounds.exchange import Replies
+from numpyro_fed.rounds.exchange import Replies, combine
 from numpyro_fed.rounds.step import replayed_part
 from numpyro_fed.sfvi.averaging import Aggregation
 

@@ -1,7 +1,6 @@
 """Engines that carry bytes on one machine: in one process, and over Unix sockets.
 
-Over a socket a message is its length in eight bytes and then its bytes, and so is the reply. Only
-the user who runs the silo can open the socket.
+Only the user who runs the silo can open its socket.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from numpyro_fed_relay.sockets import LENGTH, receive, relay
+from numpyro_fed_relay import LENGTH, receive, relay
 
 # Seconds that a silo waits for the rest of a message that has begun.
 STALLED = 60.0

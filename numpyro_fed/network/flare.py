@@ -54,9 +54,6 @@ DENIED = ("byoc", "server-predeployed-flwr", "shell_commands")
 SHARED = "/tmp/nvflare"
 
 
-Json = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
-
-
 @dataclass
 class _Job:
     """A job of NVFLARE."""
@@ -346,7 +343,9 @@ def allow(kit: Path, socket: Path | None) -> list[Path]:
     resources["class_allow_list"] = [CONTROLLER, HUB] if server else [EXECUTOR, RELAY]
     resources["class_list_enforcement_mode"] = "enforce"
     if server:
-        resources = _moved(resources, SHARED, str(kit.resolve()))
+        # In texts that begin with the folder: its quote is that of JSON.
+        old, new = (json.dumps(folder)[:-1] for folder in (SHARED, str(kit.resolve())))
+        resources = json.loads(json.dumps(resources).replace(old, new))
     else:
         # Else NVFLARE adds a class to each job that sends the site's errors to the server.
         resources["allow_log_streaming"] = False
@@ -379,17 +378,6 @@ def _read(local: Path, name: str) -> dict[str, Any]:
         if file.exists():
             return json.loads(file.read_text())
     raise ModelError(f"the kit lacks {files[1]}.")
-
-
-def _moved(content: Json, old: str, new: str) -> Any:
-    """Return a content of JSON in which texts begin with another folder."""
-    if isinstance(content, dict):
-        return {name: _moved(value, old, new) for name, value in content.items()}
-    if isinstance(content, list):
-        return [_moved(value, old, new) for value in content]
-    if isinstance(content, str) and content.startswith(old):
-        return new + content[len(old) :]
-    return content
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:

@@ -393,11 +393,11 @@ class _Programs:
     def _exchange(self, asked: ExchangeId, number: int) -> tuple[Exchange[Any, Any, Any], Any]:
         self.method.check_exchange(self.built, asked, number, self.data)
         round_, sender = self.method.round_of(self.built, asked)
-        if round_.id not in self._shapes:
+        if round_.exchanges[0].id not in self._shapes:
             if len(self._shapes) == MAX_PROGRAMS:
                 self._shapes.clear()
-            self._shapes[round_.id] = message_shapes(sender, (round_,), self.data)
-        for exchange, down, _ in self._shapes[round_.id]:
+            self._shapes[round_.exchanges[0].id] = message_shapes(sender, (round_,), self.data)
+        for exchange, down, _ in self._shapes[round_.exchanges[0].id]:
             if exchange.id == asked:
                 return exchange.compiled(), down
         raise unknown_exchange(asked.name)

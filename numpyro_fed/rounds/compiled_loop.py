@@ -21,7 +21,6 @@ from jax import Array
 from numpyro_fed.basics.programs import jit_once, readable
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.rounds.combine import combine, for_participants
 from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,
@@ -32,6 +31,8 @@ from numpyro_fed.rounds.exchange import (
     Server,
     Silo,
     Up,
+    combine,
+    for_participants,
 )
 from numpyro_fed.rounds.keys import (
     exchange_key,

@@ -28,7 +28,6 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.basics.trees import Tree, drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.rounds.combine import combine, for_participants
 from numpyro_fed.rounds.exchange import (
     Combine,
     Down,
@@ -39,6 +38,8 @@ from numpyro_fed.rounds.exchange import (
     Round,
     Silo,
     Up,
+    combine,
+    for_participants,
 )
 from numpyro_fed.rounds.silos import ServerData
 from numpyro_fed.rounds.stacks import StackedExchange

@@ -19,7 +19,6 @@ from jax.typing import ArrayLike
 from numpyro_fed.basics.errors import SiloAwayError
 from numpyro_fed.basics.trees import Tree, drop_weak_types
 from numpyro_fed.data.padding import stacked
-from numpyro_fed.rounds.combine import combine, for_participants
 from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,
@@ -29,6 +28,8 @@ from numpyro_fed.rounds.exchange import (
     Server,
     Silo,
     Up,
+    combine,
+    for_participants,
 )
 from numpyro_fed.rounds.keys import exchange_key, init_keys, server_key, silo_key
 from numpyro_fed.rounds.runtime import Log, RunStatus, Runtime, Single, State

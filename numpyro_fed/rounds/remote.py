@@ -33,7 +33,6 @@ from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.padding import stacked
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.privacy.masks import MAX_PARTIES
-from numpyro_fed.rounds.combine import combine, for_participants
 from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,
@@ -43,6 +42,8 @@ from numpyro_fed.rounds.exchange import (
     Round,
     Up,
     WhenAway,
+    combine,
+    for_participants,
 )
 from numpyro_fed.rounds.federation import Arrivals, Federation
 from numpyro_fed.rounds.keys import exchange_key, init_keys, server_key

@@ -20,7 +20,6 @@ from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
 from numpyro_fed.basics.trees import Numbers
-from numpyro_fed.rounds.combine import combine
 from numpyro_fed.rounds.exchange import (
     Ask,
     Down,
@@ -29,6 +28,7 @@ from numpyro_fed.rounds.exchange import (
     Replies,
     Round,
     Up,
+    combine,
 )
 from numpyro_fed.rounds.keys import exchange_key, silo_key
 from numpyro_fed.rounds.silos import Batches, ServerData, Stacks
