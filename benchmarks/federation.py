@@ -111,7 +111,7 @@ def serve(path: str, columns: int, delay: float) -> None:
             time.sleep(delay)
         return silo.answer(message)
 
-    listen(path, answer, 1 << 30).serve_forever()
+    listen(path, answer).serve_forever()
 
 
 def seconds_a_round(columns: int, num_silos: int, delay: float, rounds: int) -> float:

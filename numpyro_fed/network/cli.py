@@ -26,7 +26,7 @@ from numpyro_fed.methods.method import FederatedMethod
 from numpyro_fed.network.engines import Sockets, listen, short_folder
 from numpyro_fed.network.flare import Flare, allow
 from numpyro_fed.network.policy import Policy
-from numpyro_fed.network.silo import MAX_BYTES, Silo
+from numpyro_fed.network.silo import Silo
 from numpyro_fed.rounds.federation import Engine, Federation
 
 NUMBER = "NUMPYRO_FED_SILO"  # of the silos of a rehearsal, in their environment
@@ -64,7 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = "keep nothing: the policy's limits end with the process, as in a rehearsal"
     kept.add_argument("--in-memory", action="store_true", help=words)
     silo.add_argument("--policy", type=Path, help="a file of TOML with the owner's rules")
-    silo.add_argument("--max-bytes", type=int, default=MAX_BYTES, help="of a message")
 
     run = commands.add_parser("run", help="run a study over silos that are reached by an engine")
     run.set_defaults(command=analyse)
@@ -103,10 +102,10 @@ def serve(args: argparse.Namespace) -> None:
     data, state = data_of(args.data), args.state
     if state is None and not args.in_memory:
         state = Path(f"{args.socket}.state")
-    silo = Silo(data, names=names, policy=policy, state=state, max_bytes=args.max_bytes)
+    silo = Silo(data, names=names, policy=policy, state=state)
     silo.hold()  # before the socket is taken from another process that answers
     _keep_programs(state)
-    server = listen(args.socket, silo.answer, args.max_bytes)
+    server = listen(args.socket, silo.answer)
     log = logging.getLogger("numpyro_fed.silo")
     if policy is not None and policy.secure_sum:
         log.info("the fingerprint of this silo's key, for others' peers: %s", silo.fingerprint)
@@ -134,8 +133,7 @@ def analyse(args: argparse.Namespace) -> None:
         if args.engine == "sockets":
             engine = Sockets(args.sockets)
         else:
-            # What NVFLARE says of its network is not for the analyst, who hears of it by the
-            # engine.
+            # What NVFLARE says of its network the analyst hears of by the engine.
             logging.getLogger("nvflare").setLevel(logging.CRITICAL)
             kept = None if args.state is None else args.state / SITES
             if args.sites is None and kept is not None and kept.exists():
@@ -217,17 +215,13 @@ def names_of(study: ModuleType) -> dict[str, Any]:
 
     Whatever it imports is no part of that: a server could otherwise have it called.
     """
-
-    def may_be_named(value: object) -> bool:
-        if isinstance(value, FunctionType):
-            return value.__module__ == study.__name__
-        return isinstance(value, FederatedMethod | Messenger | partial)
-
-    return {
-        name: value
-        for name, value in vars(study).items()
-        if not name.startswith("_") and name != "main" and may_be_named(value)
-    }
+    found = {}
+    for name, value in vars(study).items():
+        own = isinstance(value, FunctionType) and value.__module__ == study.__name__
+        may_be_named = own or isinstance(value, FederatedMethod | Messenger | partial)
+        if may_be_named and name != "main" and not name.startswith("_"):
+            found[name] = value
+    return found
 
 
 def main_of(study: ModuleType) -> Callable[[Any], Any]:

@@ -300,9 +300,9 @@ class Flare:
                 LOG.info("the session was not closed: %s", error)
 
 
-def write_job(folder: Path, sites: Sequence[str], key: str, idle: float = IDLE) -> None:
+def write_job(folder: Path, sites: Sequence[str], key: str) -> None:
     """Write the files of a job in which sites relay bytes, with no code among them."""
-    hub = {"id": "_server", "path": HUB, "args": {"sites": list(sites), "key": key, "idle": idle}}
+    hub = {"id": "_server", "path": HUB, "args": {"sites": list(sites), "key": key, "idle": IDLE}}
     controller = {"id": "controller", "path": CONTROLLER, "args": {"server_obj_id": "_server"}}
     executor = {"path": EXECUTOR, "args": {"client_obj_id": "_client"}}
     _write(

@@ -18,8 +18,8 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Self
 
 import jax
@@ -146,7 +146,8 @@ class SiloRuns:
         row_ids: ArrayLike | None = None,
         store: Store | None = None,
     ):
-        self._asked = 0
+        # Of the words of a key, which depends on JAX's generator.
+        self._key_shape, self._asked = jax.random.key_data(jax.random.key(0)).shape, 0
         # A server that repeats a key must not get the same noise again, or two replies at two
         # places differ by the predictors alone.
         self._fresh_noise = isinstance(secret, str) and method.hides_by_noise
@@ -249,27 +250,26 @@ class SiloRuns:
         if run is not None and question.number == run.number and digest == run.digest:
             return run.reply
         with cost:
-            return self._answer(question, digest, arrays, run)
-
-    def _answer(
-        self,
-        question: Question,
-        digest: str,
-        arrays: Mapping[str, np.ndarray],
-        run: RunStates | None,
-    ) -> bytes:
-        """Return the reply to a message of a run that was not answered before."""
-        if run is not None and question.number < run.number:
-            raise ModelError(
-                f"message {question.number} ('{question.exchange}') comes after message "
-                f"{run.number} of the same run was answered. It was sent twice or came late: "
-                "drop it."
-            )
-        if question.exchange in (*BEGINNINGS, GO_ON):
-            if run is not None:
+            if run is not None and question.number < run.number:
+                raise ModelError(
+                    f"message {question.number} ('{question.exchange}') comes after message "
+                    f"{run.number} of the same run was answered. It was sent twice or came late: "
+                    "drop it."
+                )
+            if question.exchange not in (*BEGINNINGS, GO_ON):
+                states, reply = self._step(self._run_of(question), question, arrays)
+            elif run is None:
+                states, reply = self._begin(question, arrays), write({})
+            else:
                 raise ModelError("this run has begun already, by another message. Begin again.")
-            return self._begin(question, digest, arrays)
-        run = self._run_of(question)
+            kept = replace(states, number=question.number, digest=digest, reply=reply)
+            self._keep(question.run, kept)
+            return reply
+
+    def _step(
+        self, run: RunStates, question: Question, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[RunStates, bytes]:
+        """Return a run after the exchange of a question, and the reply."""
         if self.size.multiplier and question.used != run.number:
             raise ModelError(
                 f"the server asks from the state after message {question.used}, and silo "
@@ -279,23 +279,18 @@ class SiloRuns:
             )
         before, programs = run.state_at(question), self._programs_of(run.beginning)
         exchange, expected = programs.exchange(question.id, self._number)
-        key = self._key(arrays)
-        noise = exchange.silo_noise(silo_key(key, self._number), before)
+        noise = exchange.silo_noise(silo_key(self._key(arrays), self._number), before)
         down = unpack("down", expected, arrays)
         _refuse_unknown(arrays)
         sent, after = exchange.silo(noise, down, before, self._data)
         if isinstance(after, Sampled):
             self.sampled = after
-        reply = write(pack("reply", sent))
         after = after if question.exchange in programs.stateful else before
         states = {question.used: before, question.number: after}
-        run = RunStates(run.beginning, states, question.number, digest, reply)
-        self._keep(question.run, run)
-        return reply
+        return replace(run, states=states), write(pack("reply", sent))
 
-    def _begin(self, question: Question, digest: str, arrays: Mapping[str, np.ndarray]) -> bytes:
-        """Begin a run, at a first state or at a state of another run."""
-        reply = write({})
+    def _begin(self, question: Question, arrays: Mapping[str, np.ndarray]) -> RunStates:
+        """Return a run that begins at a first state, or at a state of another run."""
         if question.exchange == GO_ON:
             _refuse_unknown(arrays)
             if self.size.multiplier:
@@ -309,16 +304,13 @@ class SiloRuns:
                     f"silo {self._number} is to go on from a run of which it has no state. Begin "
                     "again."
                 )
-            beginning, state = before.beginning, before.state_at(question)
-        else:
-            beginning, self.sampled = question.exchange, None
-            key_silo = jax.random.fold_in(self._key(arrays), self._number)
-            _refuse_unknown(arrays)
-            init = self._programs_of(beginning).init[beginning]
-            state = drop_weak_types(init(key_silo, self._data))
-        run = RunStates(beginning, {question.number: state}, question.number, digest, reply)
-        self._keep(question.run, run)
-        return reply
+            return RunStates(before.beginning, {question.number: before.state_at(question)})
+        self.sampled = None
+        key_silo = jax.random.fold_in(self._key(arrays), self._number)
+        _refuse_unknown(arrays)
+        init = self._programs_of(question.exchange).init[question.exchange]
+        state = drop_weak_types(init(key_silo, self._data))
+        return RunStates(question.exchange, {question.number: state})
 
     def at(self, draws: bytes) -> tuple[AtSilo, Mapping[str, np.ndarray], Held]:
         """Return the posterior at this silo for a message with draws, its arrays, and the state."""
@@ -345,7 +337,7 @@ class SiloRuns:
 
     def _key(self, arrays: Mapping[str, np.ndarray]) -> Array:
         """Return the key of a message, mixed with the secret if the silo has one."""
-        bits, shape = arrays.get("key"), _key_shape()
+        bits, shape = arrays.get("key"), self._key_shape
         if bits is None or (bits.shape, bits.dtype) != (shape, np.dtype(np.uint32)):
             came = "nothing" if bits is None else f"{bits.dtype}{bits.shape}"
             raise DataError(f"a message holds {came} as its key, where uint32{shape} is expected.")
@@ -383,12 +375,12 @@ class _Programs:
         self._shapes: dict[ExchangeId, list[MessageShapes]] = {}
         # The posterior at the silo, by the settings of a message with draws; an exchange, compiled,
         # with the shapes of the server's message in it, by its id and the silo's number.
-        self.posterior = lru_cache(MAX_PROGRAMS)(self._posterior)
+        self.posterior: Callable[[str], AtSilo] = lru_cache(MAX_PROGRAMS)(
+            lambda settings: self.method.posterior_at(
+                self.plan, built, ExchangeId(DRAWS, settings).read_settings()
+            )
+        )
         self.exchange = lru_cache(MAX_PROGRAMS)(self._exchange)
-
-    def _posterior(self, settings: str) -> AtSilo:
-        asked = ExchangeId(DRAWS, settings).read_settings()
-        return self.method.posterior_at(self.plan, self.built, asked)
 
     def _exchange(self, asked: ExchangeId, number: int) -> tuple[Exchange[Any, Any, Any], Any]:
         self.method.check_exchange(self.built, asked, number, self.data)
@@ -401,12 +393,6 @@ class _Programs:
             if exchange.id == asked:
                 return exchange.compiled(), down
         raise unknown_exchange(asked.name)
-
-
-@cache
-def _key_shape() -> tuple[int, ...]:
-    """Return the shape of the words of a key, which depends on JAX's generator."""
-    return jax.random.key_data(jax.random.key(0)).shape
 
 
 def _refuse_unknown(arrays: Mapping[str, np.ndarray]) -> None:

@@ -203,13 +203,12 @@ class Federation:
         """
         asked = {**method, "double": is_double()} | ({SECURE: True} if self.secure_sum else {})
         settings = json.dumps(asked, sort_keys=True)
-
-        def make() -> tuple[str, list[str]]:
+        if ("facts", settings) not in self._cached:
             id_ = f"{self._session.hex()}-{len(self._cached)}"
             answers = self._ask_all(DESCRIBE, [settings] * self.num_silos, id_)
-            return id_, [_text("facts", answer, j) for j, answer in enumerate(answers)]
-
-        return self.cached(("facts", settings), make)
+            facts = [_text("facts", answer, j) for j, answer in enumerate(answers)]
+            self._cached["facts", settings] = id_, facts
+        return self._cached["facts", settings]
 
     def ask_of_data(self, exchange: str, settings: str) -> list[bytes]:
         """Return each silo's reply to a question about its data that needs no model.
@@ -259,17 +258,14 @@ class Federation:
 
         Before the first one, all silos of the federation tell each other their public keys.
         """
-        session, silos = self._session.hex(), range(self.num_silos)
-
-        def exchange_keys() -> bool:
-            named = [{"session": at_silo(session, j), "number": j} for j in silos]
+        session = self._session.hex()
+        if "keys" not in self._cached:
+            named = [{"session": at_silo(session, j), "number": j} for j in range(self.num_silos)]
             answers = self._ask_all(KEYS, [json.dumps(one, sort_keys=True) for one in named])
             keys = [_text("keys", answer, j) for j, answer in enumerate(answers)]
             told = ({**one, "keys": keys} for one in named)
             self._ask_all(PEERS, [json.dumps(one, sort_keys=True) for one in told])
-            return True
-
-        self.cached("keys", exchange_keys)
+            self._cached["keys"] = keys
         self._num_sums += 1
         return {j: Terms(at_silo(session, j), self._num_sums, tuple(sorted(who))) for j in who}
 
@@ -463,16 +459,16 @@ class Journal:
         replies: a script that they end asks once more when it is run again, for the silo may have
         been mended.
         """
-        records, refusals = self._refusals, list[tuple[int, bytes, bytes]]()
+        records, self._refusals = self._refusals, []
         for silo, (message, reply) in pairs.items():
-            told = refusals if not reply or is_refusal(reply) else records
+            told = self._refusals if not reply or is_refusal(reply) else records
             told.append((silo, message, reply))
-        self._refusals = refusals
         self._use.check()
-        kept = dict[str, bytes]()
-        for silo, message, reply in records:
-            kept[f"{self._num_kept}/{silo}/{sha256(message).hexdigest()}"] = reply
-            self._num_kept += 1
+        kept = {
+            f"{number}/{silo}/{sha256(message).hexdigest()}": reply
+            for number, (silo, message, reply) in enumerate(records, self._num_kept)
+        }
+        self._num_kept += len(records)
         self._store.put(kept)
 
 

@@ -255,25 +255,25 @@ def remote_runtime(
     ``template`` returns zeros of the shapes of one silo's data. Each run begins by the message
     ``begin``.
     """
-    silos = _Remote(algorithm, schedule, template, channel, begin)
-    if channel.federation.secure_sum:
-        for exchange in (x for r in (*algorithm.opening, algorithm.round) for x in r.exchanges):
-            check_summed(exchange)
-        if schedule is not None and (schedule.by_arrival or schedule.size < MIN_SUMMED):
-            raise SumError(
-                "would be over one silo at a time, which is its reply: with secure_sum=True the "
-                "schedule must let two or more take part in each step. Nothing was sent. Take "
-                "schedule='synchronous', which all take part in.",
-                silos=(),
-                exchange=algorithm.round.name,
-            )
-    when_away, missing = algorithm.when_away, channel.federation.missing
-    scales = when_away is WhenAway.SCALE and missing == "reweight"
-    goes_on = when_away is WhenAway.GO_ON or scales
-    parts = silos.prepared(algorithm.round), schedule, silos.transport_of, algorithm.done
-    loop = PlainLoop(*parts, algorithm.watched_away, goes_on)
+    silos, federation = _Remote(algorithm, schedule, template, channel, begin), channel.federation
+    for round_ in (*algorithm.opening, algorithm.round):
+        prepared = silos.prepared(round_)
+    one_by_one = schedule is not None and (schedule.by_arrival or schedule.size < MIN_SUMMED)
+    if federation.secure_sum and one_by_one:
+        raise SumError(
+            "would be over one silo at a time, which is its reply: with secure_sum=True the "
+            "schedule must let two or more take part in each step. Nothing was sent. Take "
+            "schedule='synchronous', which all take part in.",
+            silos=(),
+            exchange=algorithm.round.name,
+        )
+    goes_on = algorithm.when_away is WhenAway.GO_ON
+    if algorithm.when_away is WhenAway.SCALE:
+        goes_on = federation.missing == "reweight"
+    parts = prepared, schedule, silos.transport_of, algorithm.done, algorithm.watched_away
+    loop = PlainLoop(*parts, goes_on)
     if schedule is not None and schedule.by_arrival:
-        loop = ArrivalRounds(*parts, algorithm.watched_away, silos=silos)
+        loop = ArrivalRounds(*parts, silos=silos)
     # One round a call: a chunk that is run again after a failure would ask silos again.
     return Runtime(
         silos.init,
@@ -363,18 +363,17 @@ class _Remote:
         last = exchange.id == self.algorithm.round.exchanges[-1].id
         watch = self.watch_reply if last else None
         secure, numbers = self.channel.federation.secure_sum, np.asarray(who).tolist()
+        if isinstance(exchange, StackedExchange) and secure:
+            check_summed(exchange)
         downs = [
             drop_weak_types(for_participants(exchange.scatter, down, i))
             for i in range(len(numbers))
         ]
-        if isinstance(exchange, StackedExchange) and secure:
-            check_summed(exchange)
         expected = self.expected(exchange)
         answers, mark = self.channel.ask(numbers, exchange, noise, downs, silos[0])
         if secure:
-            ranges = [self.channel.weights[j] for j in numbers]
-            allowed = sum(least for least, _ in ranges), sum(most for _, most in ranges)
-            total, ok = sum_of(answers, exchange, expected[0], allowed)
+            least, most = map(sum, zip(*(self.channel.weights[j] for j in numbers), strict=True))
+            total, ok = sum_of(answers, exchange, expected[0], (least, most))
             # What is watched is known of the sum alone: the same for all.
             watched = [watch(total.up) if watch else ()] * len(numbers)
             return Answers(total, ok, (mark,), stacked(watched))
@@ -383,15 +382,6 @@ class _Remote:
         replies = [jax.tree.map(lambda a: a[None], reply) for reply in each]
         ok = jnp.concatenate([reply.ok for reply in replies])
         return Answers(combine(exchange.combine, replies), ok, (mark,), stacked(watched))
-
-
-class UnderWay(NamedTuple):
-    """The messages that are under way between two rounds."""
-
-    state: State  # after the step that sent the last message
-    num_asked: int  # how often the channel had asked anything else
-    arrivals: Arrivals
-    numbers: dict[int, int]  # of the last message to each silo
 
 
 @dataclass(eq=False)
@@ -405,7 +395,9 @@ class ArrivalRounds(PlainLoop):
     """
 
     silos: _Remote = field(kw_only=True)
-    under_way: UnderWay | None = field(default=None, init=False)
+    # Between two rounds: the state after the step that sent the last message, how often the channel
+    # had asked anything else, the messages under way, and the number of the last to each silo.
+    under_way: tuple[State, int, Arrivals, dict[int, int]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         round_ = self.silos.algorithm.round
@@ -421,8 +413,8 @@ class ArrivalRounds(PlainLoop):
         size, expected = channel.num_silos, self.silos.expected(exchange)
         first, rows, loss = int(state.round) * size, list[Any](), 0.0
         before, watch = self.under_way, self.silos.watch_reply
-        if before and before.state is state and before.num_asked == channel.num_asked:
-            way, numbers = before.arrivals, before.numbers
+        if before and before[0] is state and before[1] == channel.num_asked:
+            way, numbers = before[2:]
         else:  # nothing is under way from this state: all are asked
             way, mark = channel.federation.arrivals(exchange.name), state.silos[0]
             key_next = exchange_key(key, first, 0, 1)
@@ -449,8 +441,8 @@ class ArrivalRounds(PlainLoop):
         except (KeyboardInterrupt, ModelError, DataError) as error:
             raise EndedError(state, ()) from error
         state = state._replace(round=state.round + 1)
-        self.under_way = UnderWay(state, channel.num_asked, way, numbers)
-        return RoundDone(state, loss, RunStatus(True, np.ones(size, bool)), stacked(rows))
+        self.under_way = state, channel.num_asked, way, numbers
+        return state, loss, RunStatus(True, np.ones(size, bool)), stacked(rows)
 
     def _send(self, way: Arrivals, silo: int, key: Array, server: object, mark: Mark) -> int:
         """Send a silo the server's message, and return its number."""

@@ -297,11 +297,7 @@ class ByArrival:
 
     def build(self, num_silos: int) -> Schedule:
         """Return the schedule for ``num_silos`` silos, whose replies are used as they arrive."""
-
-        def visits(*args: object) -> tuple[Array, Any]:
-            raise TypeError("who takes part is known when replies arrive, and not before.")
-
-        return Schedule(num_silos, 1, lambda key: (), visits, num_silos, by_arrival=True)
+        return Sequential().build(num_silos)._replace(by_arrival=True)
 
     def damping(self, num_silos: int) -> float:
         """Return a safe damping: one over the number of silos, since all work at once."""
