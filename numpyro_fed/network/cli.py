@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from numpyro_fed.rounds.federation import Engine, Federation
 NUMBER = "NUMPYRO_FED_SILO"  # of the silos of a rehearsal, in their environment
 # Seconds until the processes of a rehearsal listen: each imports JAX and reads its data.
 STARTING = 300.0
+PATIENCE = 600.0  # seconds to wait for a silo, unless told otherwise
 # The file in the analyst's folder that names the sites of NVFLARE, whose order is that of silos.
 SITES = "sites.json"
 # The folder in that of a silo or of the analyst with compiled programs.
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True)
 
     one = commands.add_parser("try", help="run a study with silos in processes of this machine")
-    one.set_defaults(command=rehearse)
+    one.set_defaults(command=analyse, engine_of=listening_here, patience=PATIENCE)
     one.add_argument("study", type=Path, help="the file with the models and main(silos)")
     one.add_argument("--silos", type=int, required=True, help="their number")
     one.add_argument("--data", required=True, help=f"file.py:function; it can read {NUMBER}")
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     silo.add_argument("--policy", type=Path, help="a file of TOML with the owner's rules")
 
     run = commands.add_parser("run", help="run a study over silos that are reached by an engine")
-    run.set_defaults(command=analyse)
+    run.set_defaults(command=analyse, engine_of=listening_already)
     run.add_argument("study", type=Path, help="the file with the models and main(silos)")
     run.add_argument("--engine", choices=["sockets", "nvflare"], default="sockets")
     run.add_argument("--sockets", type=Path, nargs="+", help="of silos on this machine")
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--sites", nargs="+", help="of NVFLARE, in the order of the silos")
     run.add_argument("--state", type=Path, help="a folder, to go on with the same command")
     run.add_argument("--secure-sum", action="store_true", help="sums that nobody sees")
-    run.add_argument("--patience", type=float, default=600.0, help="seconds to wait for a silo")
+    run.add_argument("--patience", type=float, default=PATIENCE, help="seconds to wait for a silo")
 
     kit = commands.add_parser("allow", help="let the NVFLARE of a startup kit run the relay only")
     kit.set_defaults(command=allow_kit)
@@ -121,34 +122,66 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def analyse(args: argparse.Namespace) -> None:
-    """Run the study's ``main`` over silos that listen already."""
+    """Run the study's ``main`` over silos."""
     study = load_file(args.study)
-    run = main_of(study)
+    run = getattr(study, "main", None)
+    if not callable(run):
+        raise ModelError(
+            f"{study.__file__} has no function main(silos). It is what the analyst runs: "
+            "def main(silos): return nf.fit(jax.random.key(0), model, silos)."
+        )
     _keep_programs(args.state)
+    options = dict(patience=args.patience, state=args.state, secure_sum=args.secure_sum)
+    with ExitStack() as stack:
+        run(Federation(args.engine_of(args, stack), names=names_of(study), **options))
+
+
+def listening_already(args: argparse.Namespace, stack: ExitStack) -> Engine:
+    """Return the engine to silos that listen already, which the stack closes."""
     needed = {"sockets": "sockets", "nvflare": "kit"}[args.engine]
     if getattr(args, needed) is None:
         raise ModelError(f"--engine {args.engine} needs --{needed}.")
-    with ExitStack() as stack:
-        engine: Engine
-        if args.engine == "sockets":
-            engine = Sockets(args.sockets)
-        else:
-            # What NVFLARE says of its network the analyst hears of by the engine.
-            logging.getLogger("nvflare").setLevel(logging.CRITICAL)
-            kept = None if args.state is None else args.state / SITES
-            if args.sites is None and kept is not None and kept.exists():
-                args.sites = json.loads(kept.read_text())
-                words = (
-                    "the sites are those of %s, with which the study began; --sites names others"
-                )
-                logging.getLogger("numpyro_fed.run").info(words, kept)
-            engine = stack.enter_context(Flare(args.kit, args.sites, patience=args.patience))
-            if kept is not None:
-                private_folder(kept.parent)
-                sites = json.dumps(engine.sites).encode()
-                write_atomically(kept, lambda stream: stream.write(sites))
-        options = dict(patience=args.patience, state=args.state, secure_sum=args.secure_sum)
-        run(Federation(engine, names=names_of(study), **options))
+    if args.engine == "sockets":
+        return Sockets(args.sockets)
+    # What NVFLARE says of its network is not for the analyst, who hears of it by the engine.
+    logging.getLogger("nvflare").setLevel(logging.CRITICAL)
+    kept = None if args.state is None else args.state / SITES
+    if args.sites is None and kept is not None and kept.exists():
+        args.sites = json.loads(kept.read_text())
+        words = "the sites are those of %s, with which the study began; --sites names others"
+        logging.getLogger("numpyro_fed.run").info(words, kept)
+    engine = stack.enter_context(Flare(args.kit, args.sites, patience=args.patience))
+    if kept is not None:
+        private_folder(kept.parent)
+        sites = json.dumps(engine.sites).encode()
+        write_atomically(kept, lambda stream: stream.write(sites))
+    return engine
+
+
+def listening_here(args: argparse.Namespace, stack: ExitStack) -> Engine:
+    """Return the engine to silos in processes of this machine, which the stack ends."""
+    folder = Path(stack.enter_context(short_folder()))
+    sockets = [folder / f"{j}.sock" for j in range(args.silos)]
+    processes = []
+    for j, path in enumerate(sockets):
+        command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
+        command += ["--data", args.data, "--socket", str(path)]
+        kept = ["--in-memory"] if args.state is None else ["--state", args.state / f"silo-{j}"]
+        processes.append(
+            subprocess.Popen([*command, *map(str, kept)], env={**os.environ, NUMBER: str(j)})
+        )
+        # The last one first: a process is ended, and then waited for.
+        stack.callback(processes[j].wait)
+        stack.callback(processes[j].terminate)
+    deadline = time.monotonic() + STARTING
+    while not all(path.exists() for path in sockets):
+        for j, process in enumerate(processes):
+            if process.poll() is not None:
+                raise ModelError(f"the process of silo {j} has ended; its words are above.")
+        if time.monotonic() > deadline:
+            raise ModelError(f"the silos did not listen within {STARTING:g} s.")
+        time.sleep(0.05)
+    return Sockets(sockets)
 
 
 def _keep_programs(state: Path | None) -> None:
@@ -161,37 +194,6 @@ def allow_kit(args: argparse.Namespace) -> None:
     """Let the NVFLARE of a startup kit run the relay of this package and nothing else."""
     for file in allow(args.kit, args.socket):
         print(f"written: {file}")
-
-
-def rehearse(args: argparse.Namespace) -> None:
-    """Run a study with each silo in a process of its own on this machine."""
-    study = load_file(args.study)
-    run = main_of(study)
-    _keep_programs(args.state)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(short_folder()))
-        sockets = [folder / f"{j}.sock" for j in range(args.silos)]
-        processes = []
-        for j, path in enumerate(sockets):
-            command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
-            command += ["--data", args.data, "--socket", str(path)]
-            kept = ["--in-memory"] if args.state is None else ["--state", args.state / f"silo-{j}"]
-            processes.append(
-                subprocess.Popen([*command, *map(str, kept)], env={**os.environ, NUMBER: str(j)})
-            )
-            # The last one first: a process is ended, and then waited for.
-            stack.callback(processes[j].wait)
-            stack.callback(processes[j].terminate)
-        deadline = time.monotonic() + STARTING
-        while not all(path.exists() for path in sockets):
-            for j, process in enumerate(processes):
-                if process.poll() is not None:
-                    raise ModelError(f"the process of silo {j} has ended; its words are above.")
-            if time.monotonic() > deadline:
-                raise ModelError(f"the silos did not listen within {STARTING:g} s.")
-            time.sleep(0.05)
-        options = dict(state=args.state, secure_sum=args.secure_sum)
-        run(Federation(Sockets(sockets), names=names_of(study), **options))
 
 
 def load_file(path: str | Path) -> ModuleType:
@@ -222,17 +224,6 @@ def names_of(study: ModuleType) -> dict[str, Any]:
         if may_be_named and name != "main" and not name.startswith("_"):
             found[name] = value
     return found
-
-
-def main_of(study: ModuleType) -> Callable[[Any], Any]:
-    """Return the function ``main(silos)`` of a study."""
-    main = getattr(study, "main", None)
-    if not callable(main):
-        raise ModelError(
-            f"{study.__file__} has no function main(silos). It is what the analyst runs: "
-            "def main(silos): return nf.fit(jax.random.key(0), model, silos)."
-        )
-    return main
 
 
 def data_of(where: str) -> Any:

@@ -107,18 +107,16 @@ class Flare:
         # Of the session and the job; a message is sent without it.
         self._lock = threading.RLock()
         try:
-            self.sites = list(sites or ())
-            until = time.monotonic() + min(patience, FIRST_SITE)
+            self.sites, wait = list(sites or sorted(self._connected())), min(patience, FIRST_SITE)
+            until = time.monotonic() + wait
             while not self.sites:
-                self.sites = sorted(self._connected())
-                if not self.sites and time.monotonic() > until:
+                if time.monotonic() > until:
                     raise ConnectionError(
-                        "no site is connected to the NVFLARE server after "
-                        f"{min(patience, FIRST_SITE):g} s. Name those that are to come (sites=, "
-                        "--sites): the run waits for them."
+                        f"no site is connected to the NVFLARE server after {wait:g} s. Name those "
+                        "that are to come (sites=, --sites): the run waits for them."
                     )
-                if not self.sites:  # a server may have just begun
-                    time.sleep(1.0)
+                time.sleep(1.0)  # a server may have just begun
+                self.sites = sorted(self._connected())
             self.num_silos = len(self.sites)
             LOG.info("the silos are at %s", ", ".join(self.sites))
             # Here, so that what is wrong with NVFLARE is said at once, and not after a patience.

@@ -295,13 +295,12 @@ class Silo:
         entry |= {"exchange": question.exchange[:100], "run": question.run[:32]}
         entry["number"] = question.number
         if question.exchange == DESCRIBE:
-            known = self._known(question.method)
-            if known is not None and known.settings != question.settings:
+            agreed = self._known(question.method)
+            agreed = agreed or self._agreement(question.method, question.settings)
+            if agreed.settings != question.settings:
                 raise ModelError("another method was described under this id before. Begin again.")
-            if known is None:
-                known = self._agreement(question.method, question.settings)
-                self._keep(question.method, known)
-            return write({}, {"facts": known.facts})
+            self._keep(question.method, agreed)
+            return write({}, {"facts": agreed.facts})
         if question.exchange == ACCEPT:
             agreed = self._get(question.method)
             if agreed.plan not in ("", question.settings):

@@ -91,16 +91,16 @@ class RunStates:
 
     def to_bytes(self) -> bytes:
         """Return the run as bytes."""
+        # An exchange such as a correction leaves the state as it is: that is written once.
+        distinct = {id(state): i for i, state in enumerate(self.states.values())}
         head = {
             "beginning": self.beginning,
             "labels": ",".join(map(str, self.states)),
+            "places": ",".join(str(distinct[id(state)]) for state in self.states.values()),
             "number": str(self.number),
             "digest": self.digest,
         }
         arrays: dict[str, ArrayLike] = {"reply": np.frombuffer(self.reply, np.uint8)}
-        # An exchange such as a correction leaves the state as it is.
-        distinct = {id(state): i for i, state in enumerate(self.states.values())}
-        head["places"] = ",".join(str(distinct[id(state)]) for state in self.states.values())
         for i, state in enumerate(self.states.values()):
             if distinct[id(state)] == i:
                 arrays |= pack(f"{i}", state)
@@ -110,12 +110,8 @@ class RunStates:
     def from_bytes(cls, content: bytes, shapes_of: Callable[[str], Sequence[Any]]) -> RunStates:
         """Return the run that was written, with states of one of the shapes for its beginning."""
         head, arrays = read(content)
-        beginning = head["beginning"]
-        if beginning not in BEGINNINGS:
-            raise DataError(f"a file of a silo's states begins by '{beginning}'.")
-        labels = list(map(int, head["labels"].split(",")))
-        places = list(map(int, head["places"].split(",")))
-        *others, last = shapes_of(beginning)
+        labels, places = (list(map(int, head[name].split(","))) for name in ("labels", "places"))
+        *others, last = shapes_of(head["beginning"])
         found = {}
         for i in set(places):
             # In the first of the structures that fits.
@@ -127,7 +123,7 @@ class RunStates:
                 found[i] = unpack(f"{i}", last, arrays)
         states = {label: found[i] for label, i in zip(labels, places, strict=True)}
         reply = arrays["reply"].tobytes()
-        return cls(beginning, states, int(head["number"]), head["digest"], reply)
+        return cls(head["beginning"], states, int(head["number"]), head["digest"], reply)
 
 
 class SiloRuns:
@@ -166,7 +162,7 @@ class SiloRuns:
         """Return the same for another server's runs; one plan is compiled once."""
         other = copy.copy(self)
         other._store, other.sampled = store, None
-        other._forget_runs()
+        other._runs, other._forgotten = OrderedDict(), OrderedDict()
         if self._fresh_noise:
             other._secret = _unknown_key()
         return other
@@ -182,17 +178,14 @@ class SiloRuns:
             self._number, self._data, self.size = number, data, size
             self._programs = {False: _Programs(self.method, agreed, built, data)}
             self._accepted = plan, number
-        self._forget_runs()
+        # No runs but those in the store, which are read when needed. The one that was used least
+        # recently stands first.
+        self._runs, self._forgotten = OrderedDict[str, RunStates](), OrderedDict[str, None]()
 
     def rows_that_count(self) -> int:
         """Return the number of the silo's rows that have an outcome, once a plan is accepted."""
         programs = self._programs[False]
         return self.method.rows_that_count(programs.built, self._data)
-
-    def _forget_runs(self) -> None:
-        """Begin without runs but those in the store, of which none was read yet."""
-        # The one that was used least recently stands first.
-        self._runs, self._forgotten = OrderedDict[str, RunStates](), OrderedDict[str, None]()
 
     def _known_run(self, run: str) -> RunStates | None:
         """Return the states of a run, in an earlier process too; None if the silo has none."""

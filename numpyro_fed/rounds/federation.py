@@ -275,11 +275,6 @@ class Federation:
         questions = [Question(exchange, settings[j], method=at_silo(method, j)) for j in silos]
         return self.ask(silos, [write({}, q.head()) for q in questions], exchange)
 
-    def arrivals(self, exchange: str) -> Arrivals:
-        """Return the way to silos whose replies are taken one by one, as they arrive."""
-        ask = partial(self._one, exchange)
-        return Arrivals(exchange, ask, self.patience, self._journal, self._at_once)
-
     def _one(self, exchange: str, silo: int, message: bytes, deadline: float) -> bytes | OSError:
         """Send a message, and again until the deadline; return the reply or the last error.
 
@@ -322,18 +317,10 @@ class Arrivals:
     :meth:`next` asks the silo that has waited longest.
     """
 
-    def __init__(
-        self,
-        exchange: str,
-        # Waits for a silo's reply until a deadline of the monotonic clock, and returns the reply or
-        # the last error.
-        ask: Callable[[int, bytes, float], bytes | OSError],
-        patience: float,  # seconds
-        journal: Journal | None,
-        at_once: int,
-    ):
-        self._exchange, self._ask, self._patience = exchange, ask, patience
-        self._journal, self._at_once = journal, at_once
+    def __init__(self, federation: Federation, exchange: str):
+        self._exchange, self._ask = exchange, partial(federation._one, exchange)
+        self._patience, self._journal = federation.patience, federation._journal
+        self._at_once = federation._at_once
         self._messages = dict[int, bytes]()  # the oldest first
         self._asked, self._away = set[int](), dict[int, str]()
         self._come: queue.SimpleQueue[tuple[int, bytes | Exception]] = queue.SimpleQueue()

@@ -300,19 +300,16 @@ class _Remote:
 
     def init(self, key: Array, batches: Batches) -> State:
         """Return the first state of a run, which silos begin with it."""
-        key_server, key_silos = init_keys(key)
-        server = jax.jit(self.algorithm.init_server)(key_server)
-        asked, bits = [(self.begin, "", 0)] * self.channel.num_silos, jax.random.key_data(key_silos)
-        return self._state(key, server, self.channel.begin(asked, {"key": bits}))
+        state, bits = self.like(key, batches), jax.random.key_data(init_keys(key)[1])
+        asked = [(self.begin, "", 0)] * self.channel.num_silos
+        return state._replace(silos=(self.channel.begin(asked, {"key": bits}),))
 
     def like(self, key: Array, batches: Batches) -> State:
         """Return a state for its shapes alone; silos begin nothing."""
         size = self.channel.num_silos
         mark = Mark(np.zeros((size, 4), np.uint32), np.zeros(size, np.int32))
-        return self._state(key, self.algorithm.init_server(init_keys(key)[0]), mark)
-
-    def _state(self, key: Array, server: object, mark: Mark) -> State:
-        carry = init_schedule(self.schedule, key, self.channel.num_silos)
+        server = jax.jit(self.algorithm.init_server)(init_keys(key)[0])
+        carry = init_schedule(self.schedule, key, size)
         server, carry = drop_weak_types((server, carry))
         return State(jnp.zeros((), jnp.int32), server, (mark,), carry)
 
@@ -413,18 +410,18 @@ class ArrivalRounds(PlainLoop):
         size, expected = channel.num_silos, self.silos.expected(exchange)
         first, rows, loss = int(state.round) * size, list[Any](), 0.0
         before, watch = self.under_way, self.silos.watch_reply
+        key_step = exchange_key(key, first, 0, 1)
         if before and before[0] is state and before[1] == channel.num_asked:
             way, numbers = before[2:]
         else:  # nothing is under way from this state: all are asked
-            way, mark = channel.federation.arrivals(exchange.name), state.silos[0]
-            key_next = exchange_key(key, first, 0, 1)
-            numbers = {j: self._send(way, j, key_next, state.server, mark) for j in range(size)}
+            way, mark = Arrivals(channel.federation, exchange.name), state.silos[0]
+            numbers = {j: self._send(way, j, key_step, state.server, mark) for j in range(size)}
         try:
             while len(rows) < size:
                 silo, answer = way.next()
                 reply = channel.read(silo, exchange, answer, expected)
                 stack, who = jax.tree.map(lambda a: a[None], reply), jnp.array([silo])
-                noise = self._noise(server_key(exchange_key(key, first + len(rows), 0, 1)))
+                noise = self._noise(server_key(key_step))
                 replies = (combine(exchange.combine, [stack]),)
                 server, info = self._replayed(state.server, noise, who, None, replies)
                 if not (reply.ok and info.ok):
@@ -434,8 +431,8 @@ class ArrivalRounds(PlainLoop):
                 watched = () if watch is None else jax.tree.map(lambda a: a[None], watch(reply.up))
                 rows.append(jax.tree.map(np.asarray, (info.report, np.array([silo]), watched)))
                 loss += float(info.loss)
-                key_next = exchange_key(key, first + len(rows), 0, 1)
-                numbers[silo] = self._send(way, silo, key_next, server, mark)
+                key_step = exchange_key(key, first + len(rows), 0, 1)
+                numbers[silo] = self._send(way, silo, key_step, server, mark)
         except SilosError as error:
             raise EndedError(state, error.silos) from error
         except (KeyboardInterrupt, ModelError, DataError) as error:

@@ -232,6 +232,10 @@ class Conversation:
         return up
 
 
+# The keys (n,) of silos in an exchange, from its key and their numbers.
+_keys_of = jax.jit(jax.vmap(silo_key, (None, 0)))
+
+
 def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
     """Return the transport to silos of this process, whose part of the exchange is stacked."""
     numbers = np.concatenate([np.asarray(b.silos) for b in batches])
@@ -255,9 +259,3 @@ def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
         return Answers(combine(exchange.combine, replies, order), ok, tuple(after))
 
     return transport
-
-
-@jax.jit
-def _keys_of(key: Array, silos: Array) -> Array:
-    """Return the keys (n,) of silos in an exchange."""
-    return jax.vmap(partial(silo_key, key))(silos)
