@@ -20,8 +20,7 @@ from nvflare.collab import CollabCallError, collab
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
 from nvflare.fuel.f3.cellnet.utils import new_cell_message
 
-from numpyro_fed_relay import relay
-from numpyro_fed_relay.pending import HOLD, Found, Pending
+from numpyro_fed_relay import HOLD, Found, Pending, relay
 
 CHANNEL, TOPIC = "numpyro_fed", "ask"  # of the analyst's messages in NVFLARE's network
 # The file in a site's folder local/ that says where its silo's process listens. In resources.json
