@@ -374,7 +374,7 @@ class Silo:
         if not named or type(min_count) is not int or (exchange == LEVELS and columns is None):
             raise DataError("a question about data names columns. Is it of another version?")
         try:
-            if exchange == LEVELS:
+            if columns is not None and exchange == LEVELS:
                 counts = level_counts(self._data, columns)
                 num_rows = min((found.total() for found in counts.values()), default=0)
                 self._policy.check_levels(num_rows, min_count)

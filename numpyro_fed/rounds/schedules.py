@@ -390,11 +390,6 @@ def init_schedule(schedule: Schedule | None, key: Array, num_silos: int) -> Any:
 def visits(schedule: Schedule, key: Array, round: Array, carry: object) -> tuple[Array, Any]:
     """Return who takes part in each step (steps, size), and the schedule's next carry."""
     who, carry = schedule.visits(schedule_key(key), round, carry)
-    if jnp.shape(who) != (schedule.steps, schedule.size):
-        raise ValueError(
-            f"the schedule's visits have shape {jnp.shape(who)}: expected (steps, size) = "
-            f"{(schedule.steps, schedule.size)}."
-        )
     return jnp.asarray(who, jnp.int32), drop_weak_types(carry)
 
 
