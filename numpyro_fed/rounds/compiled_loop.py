@@ -33,13 +33,7 @@ from numpyro_fed.rounds.exchange import (
     combine,
     for_participants,
 )
-from numpyro_fed.rounds.keys import (
-    exchange_key,
-    init_keys,
-    participant_keys,
-    server_key,
-    silo_key,
-)
+from numpyro_fed.rounds.keys import exchange_key, init_keys, participant_keys, server_key, silo_key
 from numpyro_fed.rounds.runtime import Log, RunStatus, Runtime, Single, State
 from numpyro_fed.rounds.schedules import Schedule, chunk_of, init_schedule, visits
 from numpyro_fed.rounds.silos import Batches, ServerData, Stacks, Watch, in_order, num_silos
@@ -116,11 +110,7 @@ def single(round_: Round) -> Single:
 def _noise_of_all(
     round_: Round, key: Array, numbers: Array, silos: Stacks, batches: Batches
 ) -> RoundNoise:
-    """Return the noise of all silos and of the server for several steps (steps, ...).
-
-    ``numbers`` (steps,) are the numbers of the steps. For each exchange there is a list with the
-    noise of each bucket (steps, silos, ...).
-    """
+    """Return the server's noise (steps, ...), and by exchange and bucket that of all silos."""
     size = len(round_.exchanges)
     ends = np.cumsum([len(b.silos) for b in batches])[:-1]
     all_silos, server_noise, silo_noises = jnp.concatenate([b.silos for b in batches]), None, []
@@ -145,11 +135,7 @@ def _noise_of_all(
 def _transport_to_all(
     batches: Batches, order: Array, watch: Watch | None
 ) -> Transport[list[Any], Stacks]:
-    """Return the transport to all silos: each bucket is mapped, one bucket after the other.
-
-    ``order`` (silos,) is that of :func:`in_order`, computed once for all rounds. ``Answers.ok``
-    stays in the order of buckets: it is put into the order of silos after the last round alone.
-    """
+    """Return the transport to all silos: each bucket is mapped, one bucket after the other."""
 
     def transport(
         exchange: Exchange[Silo, Down, Up], noise: list[Any], down: Down, who: Array, silos: Stacks
@@ -165,6 +151,7 @@ def _transport_to_all(
             after.append(states)
         by_bucket = [jax.vmap(watch)(states) for states in after] if watch else [()]
         watched = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *by_bucket)
+        # In the order of buckets: it is put into that of silos after the last round alone.
         good = jnp.concatenate([reply.ok for reply in replies])
         return Answers(combine(exchange.combine, replies, order), good, tuple(after), watched)
 
@@ -314,14 +301,12 @@ def _run_steps(
 def _noise_of_participants(
     round_: Round, key: Array, number: Array, who: Array, silos: Stacks
 ) -> RoundNoise:
-    """Return the noise of one step for the server and for its participants ``who`` (k,).
-
-    With several buckets the silos' part is their keys instead: noise of silos in different buckets
-    differs in shape, and which bucket a participant is in is known at run time only.
-    """
+    """Return the noise of one step for the server and for its participants ``who`` (k,)."""
     size = len(round_.exchanges)
     exchange_keys = [exchange_key(key, number, e, size) for e in range(size)]
     noises: list[Any] = [jax.vmap(partial(silo_key, key))(who) for key in exchange_keys]
+    # Noise of silos in different buckets differs in shape, and which bucket a participant is in is
+    # known at run time only: with several buckets their keys stand for it.
     if len(silos) == 1:
         state = jax.tree.map(lambda a: a[0], silos[0])
         draws = [jax.vmap(exchange.silo_noise, (0, None)) for exchange in round_.exchanges]

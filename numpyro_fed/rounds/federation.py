@@ -276,10 +276,7 @@ class Federation:
         return self.ask(silos, [write({}, q.head()) for q in questions], exchange)
 
     def _one(self, exchange: str, silo: int, message: bytes, deadline: float) -> bytes | OSError:
-        """Send a message, and again until the deadline; return the reply or the last error.
-
-        The log has it before this returns.
-        """
+        """Send a message, and again until the deadline; return the reply or the last error."""
         reply: bytes | OSError | None
         began, wait, reply = time.monotonic(), FIRST_WAIT, None
         while reply is None:

@@ -20,16 +20,7 @@ from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
 from numpyro_fed.basics.trees import Numbers
-from numpyro_fed.rounds.exchange import (
-    Ask,
-    Down,
-    Exchange,
-    Info,
-    Replies,
-    Round,
-    Up,
-    combine,
-)
+from numpyro_fed.rounds.exchange import Ask, Down, Exchange, Info, Replies, Round, Up, combine
 from numpyro_fed.rounds.keys import exchange_key, silo_key
 from numpyro_fed.rounds.silos import Batches, ServerData, Stacks
 from numpyro_fed.rounds.stacks import StackedExchange
@@ -59,10 +50,7 @@ RoundNoise = tuple[Any, Sequence[Any]]
 
 
 class _Asker:
-    """The function ``ask`` of a round; it refuses exchanges out of order or in a transformation.
-
-    ``answer(number, exchange, down)`` returns the replies to the round's exchange of that number.
-    """
+    """The function ``ask`` of a round; it refuses exchanges out of order or in a transformation."""
 
     def __init__(
         self,
