@@ -102,11 +102,7 @@ class Channel:
     """The server's connection to the silos of one plan: it numbers and checks messages."""
 
     def __init__(
-        self,
-        federation: Federation,
-        num_silos: int,
-        weights: Sequence[Weights] | None = None,
-        method: str = "",
+        self, federation: Federation, num_silos: int, weights: Sequence[Weights] | None, method: str
     ):
         self.federation, self.num_silos, self._method = federation, num_silos, method
         # Of an exchange that some silos have not answered, by silo.
@@ -164,11 +160,11 @@ class Channel:
             )
         self.num_asked += 1
         number, last = self.next_number(who, mark), self._unfinished
-        asked = dict(zip(who, downs, strict=True))
-        contents = {
-            j: sha256(self.message(j, exchange, key, down, mark, 0)).hexdigest()
-            for j, down in asked.items()
+        asked = {
+            j: partial(self.message, j, exchange, key, down, mark)
+            for j, down in zip(who, downs, strict=True)
         }
+        contents = {j: sha256(message()).hexdigest() for j, message in asked.items()}
         same = {j for j in who if j in last and contents[j] == last[j].content}
         # Under its old number a silo does not compute the reply a second time.
         numbers = {j: last[j].number if j in same else number for j in who}
@@ -176,13 +172,7 @@ class Channel:
         answers = {j: reply for j in same if (reply := last[j].reply) is not None}
         if secure and contents != {j: one.content for j, one in last.items()}:
             terms, answers = self.federation.sum_terms(who), {}
-        messages = {}
-        for j in who:
-            if j not in answers:
-                messages[j] = self.message(j, exchange, key, asked[j], mark, numbers[j])
-                if (sum_ := terms[j]) is not None:
-                    head, arrays = read(messages[j])
-                    messages[j] = write(arrays, {**head, SUM: canonical(sum_)})
+        messages = {j: asked[j](numbers[j], terms[j]) for j in who if j not in answers}
         try:
             found = self.federation.ask(list(messages), list(messages.values()), exchange.name)
         except SiloAwayError as error:
@@ -210,13 +200,14 @@ class Channel:
         key: Array,
         down: Down,
         mark: Mark,
-        number: int,
+        number: int = 0,
+        terms: Terms | None = None,
     ) -> bytes:
         """Return the message to a silo, from the state that it had after the last used reply."""
         arrays = {"key": jax.random.key_data(key), **pack("down", down)}
         run, used = mark.run_of(silo), int(mark.used[silo])
         question = Question(*exchange.id, run, number, used, at_silo(self._method, silo))
-        return write(arrays, question.head())
+        return write(arrays, question.head() | ({SUM: canonical(terms)} if terms else {}))
 
     def read(
         self, silo: int, exchange: Exchange[Any, Down, Up], answer: bytes, expected: Expected

@@ -175,17 +175,8 @@ def compiled_in_parts(round_: Round) -> Round:
     so the round is run from its beginning for each message, on the replies so far, and once more
     for the new state. Rounds are pure, so that every run computes the same numbers.
     """
-
     # jit has one program for each number of replies: n exchanges make n + 1 of them.
-    @jax.jit
-    def compiled(
-        server: object,
-        noise: object,
-        who: Array,
-        server_data: ServerData,
-        replies: Sequence[Replies[Any]],
-    ) -> Any:
-        return replayed_part(round_, server, noise, who, server_data, replies)
+    compiled: Callable[..., Any] = jax.jit(partial(replayed_part, round_))
 
     def run(state: object, noise: object, ask: Ask) -> tuple[Any, Info]:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
