@@ -704,7 +704,7 @@ def test_runs_that_protect_other_things_count_four_times(tmp_path):
     np.testing.assert_allclose(ledger.left["epsilon"], 10 - together, rtol=1e-6)
     # It is on the disk, and that of an earlier version is not taken for an empty one.
     again = Ledger(ledger.policy, Store(tmp_path))
-    assert again.inverse_squares_by_protection == ledger.inverse_squares_by_protection
+    assert again.kept == ledger.kept
     old = b'{"places": 0, "draws": 0, "epsilon": 9.0, "delta": 1e-3}'
     Store(tmp_path).put({LEDGER: old})
     with pytest.raises(nf.DataError, match="another version has written it"):

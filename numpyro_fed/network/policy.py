@@ -274,34 +274,30 @@ class Ledger:
 
     policy: Policy
     store: Store
-    # Read from the store, which keeps them: ``places`` and ``draws`` so far.
-    spent: dict[str, float] = field(init=False)
-    # The sum of inverse squared noise multipliers, by which Gaussian releases compose, of the runs
-    # that protect the same: ``{"row add": 0.02}``.
-    inverse_squares_by_protection: dict[str, float] = field(init=False)
-    # The exchange farthest down the policy's list that was answered.
-    farthest_exchange: str = field(init=False)
+    # What the store keeps: ``places`` and ``draws`` so far; ``stage``, the exchange farthest down
+    # the policy's list that was answered; and ``noise``, the sum of inverse squared noise
+    # multipliers, by which Gaussian releases compose, of the runs that protect the same:
+    # ``{"row add": 0.02}``.
+    kept: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         none: dict[str, Any] = {"places": 0, "draws": 0, "noise": {}, "stage": ""}
-        kept = none | json.loads(self.store.get(LEDGER) or b"{}")
-        if set(kept) != set(none):
+        self.kept = none | json.loads(self.store.get(LEDGER) or b"{}")
+        if set(self.kept) != set(none):
             raise DataError(
-                f"the silo's ledger has {sorted(kept)}, where {sorted(none)} were expected: "
+                f"the silo's ledger has {sorted(self.kept)}, where {sorted(none)} were expected: "
                 "another version has written it. Keep that file, and begin with an empty folder "
                 "of states and a policy that allows what is left."
             )
-        self.farthest_exchange = kept.pop("stage")
-        self.inverse_squares_by_protection, self.spent = kept.pop("noise"), kept
 
     @property
     def left(self) -> dict[str, float]:
         """Return what is left of the budget."""
         policy = self.policy
         return {
-            "places": policy.max_places - self.spent["places"],
-            "draws": policy.max_draws - self.spent["draws"],
-            "epsilon": policy.epsilon - self._epsilon_of(self.inverse_squares_by_protection),
+            "places": policy.max_places - self.kept["places"],
+            "draws": policy.max_draws - self.kept["draws"],
+            "epsilon": policy.epsilon - self._epsilon_of(self.kept["noise"]),
         }
 
     def _epsilon_of(self, inverse_squares: Mapping[str, float]) -> float:
@@ -317,65 +313,52 @@ class Ledger:
 
         They are counted before anything is computed, and given back if the question is refused.
         """
-        self.policy.check_exchange(exchange, self.farthest_exchange)
+        self.policy.check_exchange(exchange, self.kept["stage"])
         for what, number in numbers.items():
             if not 0 < number <= self.left[what]:
                 raise ModelError(
                     f"this silo's policy allows {self.left[what]} more {what} (max_{what}), and "
                     f"{number} are asked for. Its owner may raise the limit."
                 )
-        with self._counted(numbers, self.policy.later(exchange, self.farthest_exchange)):
+        after = {what: self.kept[what] + number for what, number in numbers.items()}
+        with self._counted({**after, "stage": self.policy.later(exchange, self.kept["stage"])}):
             yield
 
     @contextmanager
     def spending_privacy(self, multiplier: float, delta: float, protects: str) -> Iterator[None]:
         """Enter the beginning of a run with a noise multiplier; 0 for one without a budget."""
-        if not multiplier:
-            with self._counted({}, self.farthest_exchange):
-                yield
-            return
-        policy = self.policy
-        if delta > policy.max_delta:
-            raise ModelError(
-                f"this silo's policy allows a delta of {policy.max_delta:g} (max_delta), and the "
-                f"plan has {delta:g}. Its owner may raise the limit."
-            )
-        before = self.inverse_squares_by_protection
-        after = {**before, protects: before.get(protects, 0.0) + multiplier**-2}
-        together = self._epsilon_of(after)
-        if together > policy.epsilon * ROUNDED:
-            raise ModelError(
-                f"this silo's policy allows an epsilon of {policy.epsilon:g} at delta "
-                f"{policy.max_delta:g} for all runs together (max_epsilon), and with this one it "
-                f"would be {together:.3g}. Its owner may raise the limit."
-            )
-        with self._counted({}, self.farthest_exchange, after):
+        policy, after = self.policy, dict(self.kept["noise"])
+        if multiplier:
+            if delta > policy.max_delta:
+                raise ModelError(
+                    f"this silo's policy allows a delta of {policy.max_delta:g} (max_delta), and "
+                    f"the plan has {delta:g}. Its owner may raise the limit."
+                )
+            after[protects] = after.get(protects, 0.0) + multiplier**-2
+            together = self._epsilon_of(after)
+            if together > policy.epsilon * ROUNDED:
+                raise ModelError(
+                    f"this silo's policy allows an epsilon of {policy.epsilon:g} at delta "
+                    f"{policy.max_delta:g} for all runs together (max_epsilon), and with this one "
+                    f"it would be {together:.3g}. Its owner may raise the limit."
+                )
+        with self._counted({"noise": after}):
             yield
 
     @contextmanager
-    def _counted(
-        self,
-        numbers: Mapping[str, float],
-        farthest: str,
-        inverse_squares: dict[str, float] | None = None,
-    ) -> Iterator[None]:
-        """Count numbers and an exchange before anything is computed; undo it after an error."""
-        before = self.spent, self.farthest_exchange, self.inverse_squares_by_protection
-        after = {what: n + numbers.get(what, 0) for what, n in self.spent.items()}
-        self._keep(after, farthest, before[2] if inverse_squares is None else inverse_squares)
+    def _counted(self, after: Mapping[str, Any]) -> Iterator[None]:
+        """Keep what is counted before anything is computed; undo it after an error."""
+        before = self.kept
+        self._keep({**before, **after})
         try:
             yield
         except BaseException:
-            self._keep(*before)
+            self._keep(before)
             raise
 
-    def _keep(
-        self, spent: dict[str, float], farthest: str, inverse_squares: dict[str, float]
-    ) -> None:
-        self.spent, self.farthest_exchange = spent, farthest
-        self.inverse_squares_by_protection = inverse_squares
-        content = json.dumps({**spent, "stage": farthest, "noise": inverse_squares}).encode()
-        self.store.put({LEDGER: content})
+    def _keep(self, counted: dict[str, Any]) -> None:
+        self.kept = counted
+        self.store.put({LEDGER: json.dumps(counted).encode()})
 
     def log(self, entry: dict[str, Any]) -> None:
         """Add a line to the audit log."""
