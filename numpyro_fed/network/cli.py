@@ -35,7 +35,8 @@ STARTING = 300.0
 PATIENCE = 600.0  # seconds to wait for a silo, unless told otherwise
 # The file in the analyst's folder that names the sites of NVFLARE, whose order is that of silos.
 SITES = "sites.json"
-# The folder in that of a silo or of the analyst with compiled programs.
+# The folder in that of a silo or of the analyst with compiled programs, where a new process finds
+# them.
 PROGRAMS = "programs"
 # Errors whose words are for whoever runs the command.
 TOLD = ModelError, DataError, SavedStateError, ConnectionError, TimeoutError, MissingExtraError
@@ -105,7 +106,8 @@ def serve(args: argparse.Namespace) -> None:
         state = Path(f"{args.socket}.state")
     silo = Silo(data, names=names, policy=policy, state=state)
     silo.hold()  # before the socket is taken from another process that answers
-    _keep_programs(state)
+    if state is not None:
+        cache_programs(private_folder(state / PROGRAMS))
     server = listen(args.socket, silo.answer)
     log = logging.getLogger("numpyro_fed.silo")
     if policy is not None and policy.secure_sum:
@@ -130,7 +132,8 @@ def analyse(args: argparse.Namespace) -> None:
             f"{study.__file__} has no function main(silos). It is what the analyst runs: "
             "def main(silos): return nf.fit(jax.random.key(0), model, silos)."
         )
-    _keep_programs(args.state)
+    if args.state is not None:
+        cache_programs(private_folder(args.state / PROGRAMS))
     options = dict(patience=args.patience, state=args.state, secure_sum=args.secure_sum)
     with ExitStack() as stack:
         run(Federation(args.engine_of(args, stack), names=names_of(study), **options))
@@ -182,12 +185,6 @@ def listening_here(args: argparse.Namespace, stack: ExitStack) -> Engine:
             raise ModelError(f"the silos did not listen within {STARTING:g} s.")
         time.sleep(0.05)
     return Sockets(sockets)
-
-
-def _keep_programs(state: Path | None) -> None:
-    """Keep compiled programs in a folder of what is kept, where a new process finds them."""
-    if state is not None:
-        cache_programs(private_folder(state / PROGRAMS))
 
 
 def allow_kit(args: argparse.Namespace) -> None:
