@@ -69,11 +69,10 @@ class SecureSums:
     def identity(self) -> KeyPair:
         """Return the pair of keys by which other silos know this one."""
         kept = self.store.get(IDENTITY)
-        if kept is not None:
-            return KeyPair(kept)
-        made = KeyPair.generate()
-        self.store.put({IDENTITY: made.private})
-        return made
+        if kept is None:
+            kept = KeyPair.generate().private
+            self.store.put({IDENTITY: kept})
+        return KeyPair(kept)
 
     @cached_property
     def _used(self) -> tuple[dict[str, LastSum], dict[str, LastReply]]:

@@ -213,10 +213,9 @@ def _advance(
             log = _write(log, i, 0, info, of_round[0], watched)
             return i + 1, state, log, RunStatus(info.ok, good)
 
-        def within(so_far: RoundsSoFar) -> Array:
-            return (so_far[0] - begun < block) & continues(so_far)
-
-        return jax.lax.while_loop(within, body, so_far)
+        return jax.lax.while_loop(
+            lambda so_far: (so_far[0] - begun < block) & continues(so_far), body, so_far
+        )
 
     status = RunStatus(jnp.array(True), jnp.ones(good.shape if ahead else size, bool))
     start = jnp.zeros((), jnp.int32), state, Log(jnp.zeros(room[0]), *empty), status
@@ -281,9 +280,6 @@ def _run_steps(
     i, state, log, _ = so_far
     who, carry = visits(schedule, key, state.round, state.schedule)
 
-    def continues(steps: StepsSoFar) -> Array:
-        return (steps[0] < len(who)) & steps[-1].ok
-
     def body(steps: StepsSoFar) -> StepsSoFar:
         s, server, silos, log, status = steps
         number = state.round * len(who) + s
@@ -294,7 +290,9 @@ def _run_steps(
 
     status = RunStatus(jnp.array(True), jnp.ones(num_silos(rest[0]), bool))
     first = jnp.zeros((), jnp.int32), state.server, state.silos, log, status
-    _, server, silos, log, status = jax.lax.while_loop(continues, body, first)
+    _, server, silos, log, status = jax.lax.while_loop(
+        lambda steps: (steps[0] < len(who)) & steps[-1].ok, body, first
+    )
     return i + 1, State(state.round + 1, server, silos, carry), log, status
 
 

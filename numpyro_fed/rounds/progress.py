@@ -71,7 +71,7 @@ class StageBar(Progress):
     def __init__(self, shown: bool):
         super().__init__(shown)
         line = "{desc} [{elapsed}, {n_fmt} exchanges]"
-        self._stage, self._activity, self._num_done, self._exchanges_before = READING, "", 0, 0
+        self._stage, self._activity, self._num_done = READING, "", 0
         self._bar = tqdm(desc=READING, bar_format=line, disable=not shown)
         self._num_compiling = 0
         self._stop = threading.Event()
@@ -101,7 +101,6 @@ class StageBar(Progress):
 
     def account(self, exchanges: int) -> None:
         """Show how many messages each silo has sent in all stages that are over."""
-        self._exchanges_before = exchanges
         self._bar.n = exchanges
         self._bar.refresh()
 
@@ -113,13 +112,12 @@ class StageBar(Progress):
         try:
             yield
         finally:
-            self._exchanges_before += self._num_done
             self._num_done = 0
 
     def step(self, number: int, bound: float) -> None:
         self._num_done += number
         self._show_activity()
-        self._bar.n = self._exchanges_before + self._num_done
+        self._bar.n += number
         self._bar.refresh()
 
     def _show_activity(self) -> None:
