@@ -89,15 +89,6 @@ class Mark(NamedTuple):
         return self._replace(used=used)
 
 
-class Unfinished(NamedTuple):
-    """The question to a silo in an exchange that not all have answered."""
-
-    content: str  # a digest of the message
-    number: int
-    terms: Terms | None  # of a sum
-    reply: bytes | None  # if it came
-
-
 class Channel:
     """The server's connection to the silos of one plan: it numbers and checks messages."""
 
@@ -105,8 +96,11 @@ class Channel:
         self, federation: Federation, num_silos: int, weights: Sequence[Weights] | None, method: str
     ):
         self.federation, self.num_silos, self._method = federation, num_silos, method
-        # Of an exchange that some silos have not answered, by silo.
-        self._unfinished = dict[int, Unfinished]()
+        # Of an exchange that some silos have not answered, by silo: digests and numbers of the
+        # messages, the terms of a sum, and the replies that came.
+        self._unfinished: tuple[
+            dict[int, str], dict[int, int], Mapping[int, Terms | None], dict[int, bytes]
+        ] = ({}, {}, {}, {})
         self.weights = weights or [(0.0, float(np.finfo(np.float64).max))] * num_silos
         self._numbers: Counter[str] = Counter()
         self.num_asked = 0  # exchanges in which all replies were waited for
@@ -159,29 +153,26 @@ class Channel:
                 exchange=exchange.name,
             )
         self.num_asked += 1
-        number, last = self.next_number(who, mark), self._unfinished
+        number, (before, sent, sums, come) = self.next_number(who, mark), self._unfinished
         asked = {
             j: partial(self.message, j, exchange, key, down, mark)
             for j, down in zip(who, downs, strict=True)
         }
         contents = {j: sha256(message()).hexdigest() for j, message in asked.items()}
-        same = {j for j in who if j in last and contents[j] == last[j].content}
+        same = {j for j in who if contents[j] == before.get(j)}
         # Under its old number a silo does not compute the reply a second time.
-        numbers = {j: last[j].number if j in same else number for j in who}
-        terms: Mapping[int, Terms | None] = {j: last[j].terms if j in same else None for j in who}
-        answers = {j: reply for j in same if (reply := last[j].reply) is not None}
-        if secure and contents != {j: one.content for j, one in last.items()}:
+        numbers = {j: sent[j] if j in same else number for j in who}
+        terms: Mapping[int, Terms | None] = {j: sums[j] if j in same else None for j in who}
+        answers = {j: come[j] for j in same if j in come}
+        if secure and contents != before:
             terms, answers = self.federation.sum_terms(who), {}
         messages = {j: asked[j](numbers[j], terms[j]) for j in who if j not in answers}
         try:
             found = self.federation.ask(list(messages), list(messages.values()), exchange.name)
         except SiloAwayError as error:
-            come = answers | error.replies
-            self._unfinished = {
-                j: Unfinished(contents[j], numbers[j], terms[j], come.get(j)) for j in who
-            }
+            self._unfinished = contents, numbers, terms, answers | error.replies
             raise
-        self._unfinished = {}
+        self._unfinished = {}, {}, {}, {}
         answers |= dict(zip(messages, found, strict=True))
         return {j: answers[j] for j in who}, mark.after(numbers)
 
