@@ -20,8 +20,7 @@ from nvflare.collab import CollabCallError, collab
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
 from nvflare.fuel.f3.cellnet.utils import new_cell_message
 
-from numpyro_fed_relay.pending import HOLD, Found, Pending
-from numpyro_fed_relay.sockets import relay
+from numpyro_fed_relay import HOLD, Found, Pending, relay
 
 CHANNEL, TOPIC = "numpyro_fed", "ask"  # of the analyst's messages in NVFLARE's network
 # The file in a site's folder local/ that says where its silo's process listens. In resources.json
@@ -111,15 +110,11 @@ class Hub:
         self._heard = time.monotonic()
         if asked.get("end"):
             self._ended.set()
-            return _message({})
         if "ticket" not in asked:
             return _message({})
-        # Not in this thread: NVFLARE has few, which replies of the sites need too.
-        return self._waiting.submit(self._answer, asked)
-
-    def _answer(self, asked: dict[str, Any]) -> Any:
         make = (lambda: self._pass_on(**asked)) if asked["message"] else None
-        return _message(self._pending.answer(asked["ticket"], make))
+        # Not in this thread: NVFLARE has few, which replies of the sites need too.
+        return self._waiting.submit(lambda: _message(self._pending.answer(asked["ticket"], make)))
 
     def _pass_on(self, silo: int, ticket: str, message: bytes, timeout: float, key: str) -> Found:
         """Return what a site's relay says once its silo has replied, or that the site is lost."""

@@ -176,7 +176,7 @@ def echo(path):
             time.sleep(float(words[1]))
         return message
 
-    listen(path, answer, 1 << 30).serve_forever()
+    listen(path, answer).serve_forever()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.network import Flare, InMemory
 from numpyro_fed.network.engines import short_folder
 from numpyro_fed.network.flare import DENIED, EXECUTOR, RELAY, allow, denied, write_job
-from numpyro_fed_relay.pending import Pending
+from numpyro_fed_relay import Pending
 
 KEY = jax.random.key(0)
 
@@ -234,7 +234,7 @@ def test_a_relay_answers_the_server_alone():
 
 
 def test_what_takes_long_is_asked_for_again(monkeypatch):
-    monkeypatch.setattr("numpyro_fed_relay.pending.HOLD", 0.01)
+    monkeypatch.setattr("numpyro_fed_relay.HOLD", 0.01)
     pending, begun, done = Pending(2), [], threading.Event()
 
     def make():
@@ -246,7 +246,7 @@ def test_what_takes_long_is_asked_for_again(monkeypatch):
     assert pending.answer("a", make) == pending.answer("a", make) == {"computes": True}
     assert pending.answer("a", None) == {"computes": True}
     done.set()
-    monkeypatch.setattr("numpyro_fed_relay.pending.HOLD", 10.0)
+    monkeypatch.setattr("numpyro_fed_relay.HOLD", 10.0)
     assert pending.answer("a", None) == {"reply": b"reply"}
     assert begun == [1]
     # It was asked for, and is not kept.

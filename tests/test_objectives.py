@@ -18,8 +18,7 @@ from numpyro_fed.data.padding import bucket
 from numpyro_fed.guides.silo_bounds import AtDraw, SiloBound, normals
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds import convergence
-from numpyro_fed.rounds.combine import combine
-from numpyro_fed.rounds.exchange import Combine
+from numpyro_fed.rounds.exchange import Combine, combine
 from numpyro_fed.rounds.step import replayed_part
 
 KEY = jax.random.key(0)

@@ -24,8 +24,6 @@ from numpyro_fed.dp_newton.algorithm import PrivateNewton
 from numpyro_fed.dp_newton.units import PrivateUnits
 from numpyro_fed.dp_newton.units import Releases
 from numpyro_fed.network.engines import InMemory
-from numpyro_fed.network.ledger import LEDGER
-from numpyro_fed.network.ledger import Ledger
 from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.privacy.budget import epsilon_of
 from numpyro_fed.privacy.budget import noisy
@@ -33,6 +31,8 @@ from numpyro_fed.rounds import messages
 from numpyro_fed.rounds.exchange import ExchangeId
 from numpyro_fed.text.split import split
 from numpyro_fed.basics.programs import precision
+from numpyro_fed.network.policy import LEDGER
+from numpyro_fed.network.policy import Ledger
 
 
 
@@ -711,7 +711,7 @@ def test_runs_that_protect_other_things_count_four_times(tmp_path):
     np.testing.assert_allclose(ledger.left["epsilon"], 10 - together, rtol=1e-6)
     # It is on the disk, and that of an earlier version is not taken for an empty one.
     again = Ledger(ledger.policy, Store(tmp_path))
-    assert again.inverse_squares_by_protection == ledger.inverse_squares_by_protection
+    assert again.kept == ledger.kept
     old = b'{"places": 0, "draws": 0, "epsilon": 9.0, "delta": 1e-3}'
     Store(tmp_path).put({LEDGER: old})
     with pytest.raises(nf.DataError, match="another version has written it"):

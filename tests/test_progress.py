@@ -85,11 +85,11 @@ def test_a_line_says_that_a_program_is_compiled(capsys, monkeypatch):
     with StageBar(True) as bar:
         bar.stage("mode")
         slow(1.0)
-        bar.begin(True, 9)
-        jax.jit(lambda x: slow(x.astype(float)))(np.arange(3))
-        bar.step(1, 0.0)
-        slow(1.0)
-        time.sleep(0.05)
+        with bar.under_way(True, 9):
+            jax.jit(lambda x: slow(x.astype(float)))(np.arange(3))
+            bar.step(1, 0.0)
+            slow(1.0)
+            time.sleep(0.05)
     shown = [line.split(" [")[0] for line in lines(capsys.readouterr().err)]
     of_search = "mode: search for the mode, exchange"
     wanted = ["mode: compiling (first time)", f"{of_search} 1, compiling (first time)"]
@@ -103,14 +103,13 @@ def test_messages_of_all_stages_add_up(capsys):
     with StageBar(True) as bar:
         bar.stage("one")
         for search, steps in ((True, (1, 2)), (False, (4,))):
-            bar.begin(search, 1_000)
-            for n in steps:
-                bar.step(n, 0.0)
-            bar.end()
+            with bar.under_way(search, 1_000):
+                for n in steps:
+                    bar.step(n, 0.0)
         bar.account(9)
         bar.stage("two")
-        bar.begin(False, 5)
-        bar.step(1, 0.0)
+        with bar.under_way(False, 5):
+            bar.step(1, 0.0)
     shown = [re.sub(r"\[.*?, ", "[", line) for line in lines(capsys.readouterr().err)]
     wanted = [
         "one: search for the mode, exchange 2 [1 exchanges]",

@@ -13,8 +13,7 @@ from problems import cut, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import NonFiniteError
-from numpyro_fed.rounds.combine import combine
-from numpyro_fed.rounds.exchange import Combine, Replies
+from numpyro_fed.rounds.exchange import Combine, Replies, combine
 from numpyro_fed.rounds.step import replayed_part
 
 KEY = jax.random.key(0)

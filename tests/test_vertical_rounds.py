@@ -28,7 +28,7 @@ from vertical_problems import (
 
 import numpyro_fed as nf
 from numpyro_fed.methods.method import RUNTIMES
-from numpyro_fed.rounds.combine import combine
+from numpyro_fed.rounds.exchange import combine
 from numpyro_fed.rounds.keys import exchange_key, server_key
 from numpyro_fed.rounds.step import replayed_part
 

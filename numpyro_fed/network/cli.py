@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,15 +26,17 @@ from numpyro_fed.methods.method import FederatedMethod
 from numpyro_fed.network.engines import Sockets, listen, short_folder
 from numpyro_fed.network.flare import Flare, allow
 from numpyro_fed.network.policy import Policy
-from numpyro_fed.network.silo import MAX_BYTES, Silo
+from numpyro_fed.network.silo import Silo
 from numpyro_fed.rounds.federation import Engine, Federation
 
 NUMBER = "NUMPYRO_FED_SILO"  # of the silos of a rehearsal, in their environment
 # Seconds until the processes of a rehearsal listen: each imports JAX and reads its data.
 STARTING = 300.0
+PATIENCE = 600.0  # seconds to wait for a silo, unless told otherwise
 # The file in the analyst's folder that names the sites of NVFLARE, whose order is that of silos.
 SITES = "sites.json"
-# The folder in that of a silo or of the analyst with compiled programs.
+# The folder in that of a silo or of the analyst with compiled programs, where a new process finds
+# them.
 PROGRAMS = "programs"
 # Errors whose words are for whoever runs the command.
 TOLD = ModelError, DataError, SavedStateError, ConnectionError, TimeoutError, MissingExtraError
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True)
 
     one = commands.add_parser("try", help="run a study with silos in processes of this machine")
-    one.set_defaults(command=rehearse)
+    one.set_defaults(command=analyse, engine_of=listening_here, patience=PATIENCE)
     one.add_argument("study", type=Path, help="the file with the models and main(silos)")
     one.add_argument("--silos", type=int, required=True, help="their number")
     one.add_argument("--data", required=True, help=f"file.py:function; it can read {NUMBER}")
@@ -64,10 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = "keep nothing: the policy's limits end with the process, as in a rehearsal"
     kept.add_argument("--in-memory", action="store_true", help=words)
     silo.add_argument("--policy", type=Path, help="a file of TOML with the owner's rules")
-    silo.add_argument("--max-bytes", type=int, default=MAX_BYTES, help="of a message")
 
     run = commands.add_parser("run", help="run a study over silos that are reached by an engine")
-    run.set_defaults(command=analyse)
+    run.set_defaults(command=analyse, engine_of=listening_already)
     run.add_argument("study", type=Path, help="the file with the models and main(silos)")
     run.add_argument("--engine", choices=["sockets", "nvflare"], default="sockets")
     run.add_argument("--sockets", type=Path, nargs="+", help="of silos on this machine")
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--sites", nargs="+", help="of NVFLARE, in the order of the silos")
     run.add_argument("--state", type=Path, help="a folder, to go on with the same command")
     run.add_argument("--secure-sum", action="store_true", help="sums that nobody sees")
-    run.add_argument("--patience", type=float, default=600.0, help="seconds to wait for a silo")
+    run.add_argument("--patience", type=float, default=PATIENCE, help="seconds to wait for a silo")
 
     kit = commands.add_parser("allow", help="let the NVFLARE of a startup kit run the relay only")
     kit.set_defaults(command=allow_kit)
@@ -103,10 +104,11 @@ def serve(args: argparse.Namespace) -> None:
     data, state = data_of(args.data), args.state
     if state is None and not args.in_memory:
         state = Path(f"{args.socket}.state")
-    silo = Silo(data, names=names, policy=policy, state=state, max_bytes=args.max_bytes)
+    silo = Silo(data, names=names, policy=policy, state=state)
     silo.hold()  # before the socket is taken from another process that answers
-    _keep_programs(state)
-    server = listen(args.socket, silo.answer, args.max_bytes)
+    if state is not None:
+        cache_programs(private_folder(state / PROGRAMS))
+    server = listen(args.socket, silo.answer)
     log = logging.getLogger("numpyro_fed.silo")
     if policy is not None and policy.secure_sum:
         log.info("the fingerprint of this silo's key, for others' peers: %s", silo.fingerprint)
@@ -122,78 +124,73 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def analyse(args: argparse.Namespace) -> None:
-    """Run the study's ``main`` over silos that listen already."""
+    """Run the study's ``main`` over silos."""
     study = load_file(args.study)
-    run = main_of(study)
-    _keep_programs(args.state)
+    run = getattr(study, "main", None)
+    if not callable(run):
+        raise ModelError(
+            f"{study.__file__} has no function main(silos). It is what the analyst runs: "
+            "def main(silos): return nf.fit(jax.random.key(0), model, silos)."
+        )
+    if args.state is not None:
+        cache_programs(private_folder(args.state / PROGRAMS))
+    options = dict(patience=args.patience, state=args.state, secure_sum=args.secure_sum)
+    with ExitStack() as stack:
+        run(Federation(args.engine_of(args, stack), names=names_of(study), **options))
+
+
+def listening_already(args: argparse.Namespace, stack: ExitStack) -> Engine:
+    """Return the engine to silos that listen already, which the stack closes."""
     needed = {"sockets": "sockets", "nvflare": "kit"}[args.engine]
     if getattr(args, needed) is None:
         raise ModelError(f"--engine {args.engine} needs --{needed}.")
-    with ExitStack() as stack:
-        engine: Engine
-        if args.engine == "sockets":
-            engine = Sockets(args.sockets)
-        else:
-            # What NVFLARE says of its network is not for the analyst, who hears of it by the
-            # engine.
-            logging.getLogger("nvflare").setLevel(logging.CRITICAL)
-            kept = None if args.state is None else args.state / SITES
-            if args.sites is None and kept is not None and kept.exists():
-                args.sites = json.loads(kept.read_text())
-                words = (
-                    "the sites are those of %s, with which the study began; --sites names others"
-                )
-                logging.getLogger("numpyro_fed.run").info(words, kept)
-            engine = stack.enter_context(Flare(args.kit, args.sites, patience=args.patience))
-            if kept is not None:
-                private_folder(kept.parent)
-                sites = json.dumps(engine.sites).encode()
-                write_atomically(kept, lambda stream: stream.write(sites))
-        options = dict(patience=args.patience, state=args.state, secure_sum=args.secure_sum)
-        run(Federation(engine, names=names_of(study), **options))
+    if args.engine == "sockets":
+        return Sockets(args.sockets)
+    # What NVFLARE says of its network is not for the analyst, who hears of it by the engine.
+    logging.getLogger("nvflare").setLevel(logging.CRITICAL)
+    kept = None if args.state is None else args.state / SITES
+    if args.sites is None and kept is not None and kept.exists():
+        args.sites = json.loads(kept.read_text())
+        words = "the sites are those of %s, with which the study began; --sites names others"
+        logging.getLogger("numpyro_fed.run").info(words, kept)
+    engine = stack.enter_context(Flare(args.kit, args.sites, patience=args.patience))
+    if kept is not None:
+        private_folder(kept.parent)
+        sites = json.dumps(engine.sites).encode()
+        write_atomically(kept, lambda stream: stream.write(sites))
+    return engine
 
 
-def _keep_programs(state: Path | None) -> None:
-    """Keep compiled programs in a folder of what is kept, where a new process finds them."""
-    if state is not None:
-        cache_programs(private_folder(state / PROGRAMS))
+def listening_here(args: argparse.Namespace, stack: ExitStack) -> Engine:
+    """Return the engine to silos in processes of this machine, which the stack ends."""
+    folder = Path(stack.enter_context(short_folder()))
+    sockets = [folder / f"{j}.sock" for j in range(args.silos)]
+    processes = []
+    for j, path in enumerate(sockets):
+        command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
+        command += ["--data", args.data, "--socket", str(path)]
+        kept = ["--in-memory"] if args.state is None else ["--state", args.state / f"silo-{j}"]
+        processes.append(
+            subprocess.Popen([*command, *map(str, kept)], env={**os.environ, NUMBER: str(j)})
+        )
+        # The last one first: a process is ended, and then waited for.
+        stack.callback(processes[j].wait)
+        stack.callback(processes[j].terminate)
+    deadline = time.monotonic() + STARTING
+    while not all(path.exists() for path in sockets):
+        for j, process in enumerate(processes):
+            if process.poll() is not None:
+                raise ModelError(f"the process of silo {j} has ended; its words are above.")
+        if time.monotonic() > deadline:
+            raise ModelError(f"the silos did not listen within {STARTING:g} s.")
+        time.sleep(0.05)
+    return Sockets(sockets)
 
 
 def allow_kit(args: argparse.Namespace) -> None:
     """Let the NVFLARE of a startup kit run the relay of this package and nothing else."""
     for file in allow(args.kit, args.socket):
         print(f"written: {file}")
-
-
-def rehearse(args: argparse.Namespace) -> None:
-    """Run a study with each silo in a process of its own on this machine."""
-    study = load_file(args.study)
-    run = main_of(study)
-    _keep_programs(args.state)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(short_folder()))
-        sockets = [folder / f"{j}.sock" for j in range(args.silos)]
-        processes = []
-        for j, path in enumerate(sockets):
-            command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
-            command += ["--data", args.data, "--socket", str(path)]
-            kept = ["--in-memory"] if args.state is None else ["--state", args.state / f"silo-{j}"]
-            processes.append(
-                subprocess.Popen([*command, *map(str, kept)], env={**os.environ, NUMBER: str(j)})
-            )
-            # The last one first: a process is ended, and then waited for.
-            stack.callback(processes[j].wait)
-            stack.callback(processes[j].terminate)
-        deadline = time.monotonic() + STARTING
-        while not all(path.exists() for path in sockets):
-            for j, process in enumerate(processes):
-                if process.poll() is not None:
-                    raise ModelError(f"the process of silo {j} has ended; its words are above.")
-            if time.monotonic() > deadline:
-                raise ModelError(f"the silos did not listen within {STARTING:g} s.")
-            time.sleep(0.05)
-        options = dict(state=args.state, secure_sum=args.secure_sum)
-        run(Federation(Sockets(sockets), names=names_of(study), **options))
 
 
 def load_file(path: str | Path) -> ModuleType:
@@ -217,28 +214,13 @@ def names_of(study: ModuleType) -> dict[str, Any]:
 
     Whatever it imports is no part of that: a server could otherwise have it called.
     """
-
-    def may_be_named(value: object) -> bool:
-        if isinstance(value, FunctionType):
-            return value.__module__ == study.__name__
-        return isinstance(value, FederatedMethod | Messenger | partial)
-
-    return {
-        name: value
-        for name, value in vars(study).items()
-        if not name.startswith("_") and name != "main" and may_be_named(value)
-    }
-
-
-def main_of(study: ModuleType) -> Callable[[Any], Any]:
-    """Return the function ``main(silos)`` of a study."""
-    main = getattr(study, "main", None)
-    if not callable(main):
-        raise ModelError(
-            f"{study.__file__} has no function main(silos). It is what the analyst runs: "
-            "def main(silos): return nf.fit(jax.random.key(0), model, silos)."
-        )
-    return main
+    found = {}
+    for name, value in vars(study).items():
+        own = isinstance(value, FunctionType) and value.__module__ == study.__name__
+        may_be_named = own or isinstance(value, FederatedMethod | Messenger | partial)
+        if may_be_named and name != "main" and not name.startswith("_"):
+            found[name] = value
+    return found
 
 
 def data_of(where: str) -> Any:

@@ -1,7 +1,6 @@
 """Engines that carry bytes on one machine: in one process, and over Unix sockets.
 
-Over a socket a message is its length in eight bytes and then its bytes, and so is the reply. Only
-the user who runs the silo can open the socket.
+Only the user who runs the silo can open its socket.
 """
 
 from __future__ import annotations
@@ -12,10 +11,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from numpyro_fed_relay.sockets import LENGTH, receive, relay
+from numpyro_fed_relay import LENGTH, receive, relay
 
 # Seconds that a silo waits for the rest of a message that has begun.
 STALLED = 60.0
+# Bytes of a message at most: a longer one is dropped unread.
+MAX_BYTES = 512 << 20
 # Bytes of the name of a Unix socket at most, on Linux; macOS has four fewer.
 MAX_NAME = 103
 
@@ -55,13 +56,8 @@ class Sockets:
         return relay(self._paths[silo], message, timeout)
 
 
-def listen(
-    path: str | Path, answer: Callable[[bytes], bytes], max_bytes: int
-) -> socketserver.BaseServer:
-    """Return a server at a socket that only this user can open; ``serve_forever()`` runs it.
-
-    A message longer than ``max_bytes`` is dropped before any of it is read.
-    """
+def listen(path: str | Path, answer: Callable[[bytes], bytes]) -> socketserver.BaseServer:
+    """Return a server at a socket that only this user can open; ``serve_forever()`` runs it."""
     path = Path(path)
     if len(os.fsencode(path)) > MAX_NAME:
         raise ValueError(
@@ -75,10 +71,9 @@ def listen(
             self.request.settimeout(STALLED)
             try:
                 length = int.from_bytes(receive(self.request, LENGTH), "little")
-                if length > max_bytes:
+                if length > MAX_BYTES:
                     return
-                message = receive(self.request, length)
-                reply = answer(message)
+                reply = answer(receive(self.request, length))
                 self.request.settimeout(None)
                 self.request.sendall(len(reply).to_bytes(LENGTH, "little") + reply)
             except OSError:  # whoever asked has gone, and asks again

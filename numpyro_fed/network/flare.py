@@ -54,9 +54,6 @@ DENIED = ("byoc", "server-predeployed-flwr", "shell_commands")
 SHARED = "/tmp/nvflare"
 
 
-Json = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
-
-
 @dataclass
 class _Job:
     """A job of NVFLARE."""
@@ -110,18 +107,16 @@ class Flare:
         # Of the session and the job; a message is sent without it.
         self._lock = threading.RLock()
         try:
-            self.sites = list(sites or ())
-            until = time.monotonic() + min(patience, FIRST_SITE)
+            self.sites, wait = list(sites or sorted(self._connected())), min(patience, FIRST_SITE)
+            until = time.monotonic() + wait
             while not self.sites:
-                self.sites = sorted(self._connected())
-                if not self.sites and time.monotonic() > until:
+                if time.monotonic() > until:
                     raise ConnectionError(
-                        "no site is connected to the NVFLARE server after "
-                        f"{min(patience, FIRST_SITE):g} s. Name those that are to come (sites=, "
-                        "--sites): the run waits for them."
+                        f"no site is connected to the NVFLARE server after {wait:g} s. Name those "
+                        "that are to come (sites=, --sites): the run waits for them."
                     )
-                if not self.sites:  # a server may have just begun
-                    time.sleep(1.0)
+                time.sleep(1.0)  # a server may have just begun
+                self.sites = sorted(self._connected())
             self.num_silos = len(self.sites)
             LOG.info("the silos are at %s", ", ".join(self.sites))
             # Here, so that what is wrong with NVFLARE is said at once, and not after a patience.
@@ -303,9 +298,9 @@ class Flare:
                 LOG.info("the session was not closed: %s", error)
 
 
-def write_job(folder: Path, sites: Sequence[str], key: str, idle: float = IDLE) -> None:
+def write_job(folder: Path, sites: Sequence[str], key: str) -> None:
     """Write the files of a job in which sites relay bytes, with no code among them."""
-    hub = {"id": "_server", "path": HUB, "args": {"sites": list(sites), "key": key, "idle": idle}}
+    hub = {"id": "_server", "path": HUB, "args": {"sites": list(sites), "key": key, "idle": IDLE}}
     controller = {"id": "controller", "path": CONTROLLER, "args": {"server_obj_id": "_server"}}
     executor = {"path": EXECUTOR, "args": {"client_obj_id": "_client"}}
     _write(
@@ -346,7 +341,9 @@ def allow(kit: Path, socket: Path | None) -> list[Path]:
     resources["class_allow_list"] = [CONTROLLER, HUB] if server else [EXECUTOR, RELAY]
     resources["class_list_enforcement_mode"] = "enforce"
     if server:
-        resources = _moved(resources, SHARED, str(kit.resolve()))
+        # In texts that begin with the folder: its quote is that of JSON.
+        old, new = (json.dumps(folder)[:-1] for folder in (SHARED, str(kit.resolve())))
+        resources = json.loads(json.dumps(resources).replace(old, new))
     else:
         # Else NVFLARE adds a class to each job that sends the site's errors to the server.
         resources["allow_log_streaming"] = False
@@ -379,17 +376,6 @@ def _read(local: Path, name: str) -> dict[str, Any]:
         if file.exists():
             return json.loads(file.read_text())
     raise ModelError(f"the kit lacks {files[1]}.")
-
-
-def _moved(content: Json, old: str, new: str) -> Any:
-    """Return a content of JSON in which texts begin with another folder."""
-    if isinstance(content, dict):
-        return {name: _moved(value, old, new) for name, value in content.items()}
-    if isinstance(content, list):
-        return [_moved(value, old, new) for value in content]
-    if isinstance(content, str) and content.startswith(old):
-        return new + content[len(old) :]
-    return content
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:

@@ -35,8 +35,6 @@ from numpyro_fed.methods.columns import names_reply
 from numpyro_fed.methods.method import FederatedMethod
 from numpyro_fed.methods.method import rebuilt
 from numpyro_fed.methods.row_method import RowMethod
-from numpyro_fed.network.ledger import Ledger
-from numpyro_fed.network.ledger import evaluations
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo_runs import SiloRuns
 from numpyro_fed.network.silo_sums import SecureSums
@@ -69,6 +67,9 @@ from numpyro_fed.vertical.soul import SOUL
 from numpyro_fed.vertical.vfl import VFL
 from numpyro_fed.basics.programs import is_double
 from numpyro_fed.basics.programs import precision
+from numpyro_fed.network.engines import MAX_BYTES
+from numpyro_fed.network.policy import Ledger
+from numpyro_fed.network.policy import evaluations
 
 
 
@@ -77,8 +78,6 @@ from numpyro_fed.basics.programs import precision
 MAX_METHODS = 32
 # The rooms of a silo's store: of what was agreed on, and, with the id of a method, of its runs.
 AGREED, RUNS = "methods", "runs of "
-# Bytes of a message at most, unless the owner says otherwise: larger ones are refused unread.
-MAX_BYTES = 512 << 20
 KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 LOG = logging.getLogger("numpyro_fed.silo")
 
@@ -112,8 +111,6 @@ class Silo:
     allow_unhidden : bool
         Whether to answer an exchange that sends, without noise, numbers that the method hides by
         noise: the importance correction of a vertical model with ``rho``, which takes predictors.
-    max_bytes : int
-        Longer messages are refused unread.
 
     Examples
     --------
@@ -130,14 +127,12 @@ class Silo:
         secret: Array | str | None = "auto",
         row_ids: Sequence[int] | Sequence[str] | np.ndarray | None = None,
         allow_unhidden: bool = False,
-        max_bytes: int = MAX_BYTES,
     ):
         if isinstance(secret, str) and secret != "auto":
             raise ValueError(f"secret={secret!r}: expected a jax.random.key, 'auto' or None.")
         if not (secret is None or isinstance(secret, str)):
             typed_key(secret)
-        self._data, self._names, self._max_bytes = data, dict(names), max_bytes
-        self._policy = policy or Policy()
+        self._data, self._names, self._policy = data, dict(names), policy or Policy()
         self._secret, self._row_ids = secret, None if row_ids is None else np.asarray(row_ids)
         self._allow_unhidden = allow_unhidden
         self._state = None if state is None else Path(state)
@@ -306,23 +301,19 @@ class Silo:
 
     def _answer(self, message: bytes, entry: dict[str, Any]) -> bytes:
         """Return the reply; ``entry`` gets what the audit log is to say of the message."""
-        if len(message) > self._max_bytes:
-            raise DataError(
-                f"a message has {len(message)} bytes, where {self._max_bytes} are allowed "
-                "(Silo(max_bytes=))."
-            )
+        if len(message) > MAX_BYTES:
+            raise DataError(f"a message has {len(message)} bytes, where {MAX_BYTES} are allowed.")
         question = Question.of(read(message).head)
         # Texts of a stranger: no more of them than a name is long.
         entry |= {"exchange": question.exchange[:100], "run": question.run[:32]}
         entry["number"] = question.number
         if question.exchange == DESCRIBE:
-            known = self._known(question.method)
-            if known is not None and known.settings != question.settings:
+            agreed = self._known(question.method)
+            agreed = agreed or self._agreement(question.method, question.settings)
+            if agreed.settings != question.settings:
                 raise ModelError("another method was described under this id before. Begin again.")
-            if known is None:
-                known = self._agreement(question.method, question.settings)
-                self._keep(question.method, known)
-            return write({}, {"facts": known.facts})
+            self._keep(question.method, agreed)
+            return write({}, {"facts": agreed.facts})
         if question.exchange == ACCEPT:
             agreed = self._get(question.method)
             if agreed.plan not in ("", question.settings):
@@ -387,9 +378,13 @@ class Silo:
 
     def _reply_of_data(self, exchange: str, asked: Mapping[str, Any]) -> bytes:
         """Return the names of the data's levels, or the moments of its columns."""
-        columns, arguments = _names(asked, COLUMNS), _names(asked, "arguments")
+        columns, arguments = asked.get(COLUMNS), asked.get("arguments")
         min_count, other = asked.get("min_count", 1), str(asked.get("other", OTHER))
-        if type(min_count) is not int or (exchange == LEVELS and columns is None):
+        named = all(
+            names is None or (isinstance(names, list) and all(isinstance(n, str) for n in names))
+            for names in (columns, arguments)
+        )
+        if not named or type(min_count) is not int or (exchange == LEVELS and columns is None):
             raise DataError("a question about data names columns. Is it of another version?")
         try:
             if columns is not None and exchange == LEVELS:
@@ -534,22 +529,10 @@ def _refusal(error: Exception) -> bytes:
         return refusal(error)
     # What other errors say may hold data, or a path and in it a user's name: it stays here.
     LOG.error("a message could not be answered", exc_info=error)
+    words = f"{type(cause or error).__name__} at the silo, whose log"
     if isinstance(error, SavedStateError):
-        words = (
-            "this silo cannot use its folder, as where another process or object uses it. Its log"
-        )
-        return refusal(ModelError(f"{words} has the rest."))
-    words = f"{type(cause or error).__name__} at the silo, whose log has the rest."
-    return refusal(ModelError(words))
-
-
-def _names(asked: Mapping[str, Any], what: str) -> list[str] | None:
-    """Return the names in a question; None if it has none."""
-    names = asked.get(what)
-    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not (listed or names is None):
-        raise DataError("a question about data names columns. Is it of another version?")
-    return names
+        words = "this silo cannot use its folder: another process or object may use it. Its log"
+    return refusal(ModelError(f"{words} has the rest."))
 
 
 def _json(text: str) -> dict[str, Any]:

@@ -16,45 +16,52 @@ import copy
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, Self
-
+from functools import lru_cache
+from typing import Any
+from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
-
-from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.basics.errors import DataError
+from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.files import Store
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.methods.method import PlanSize
 from numpyro_fed.methods.row_method import RowMethod
-from numpyro_fed.posterior.at_silo import AtSilo, Held
-from numpyro_fed.rounds.exchange import Exchange, ExchangeId, unknown_exchange
+from numpyro_fed.posterior.at_silo import AtSilo
+from numpyro_fed.posterior.at_silo import Held
+from numpyro_fed.rounds.exchange import Exchange
+from numpyro_fed.rounds.exchange import ExchangeId
+from numpyro_fed.rounds.exchange import unknown_exchange
 from numpyro_fed.rounds.keys import silo_key
-from numpyro_fed.rounds.messages import (
-    BEGIN,
-    BEGINNINGS,
-    DRAWS,
-    GO_ON,
-    SEARCH,
-    WITHOUT_START,
-    MessageShapes,
-    Question,
-    message_shapes,
-    pack,
-    read,
-    unpack,
-    write,
-)
+from numpyro_fed.rounds.messages import BEGIN
+from numpyro_fed.rounds.messages import BEGINNINGS
+from numpyro_fed.rounds.messages import DRAWS
+from numpyro_fed.rounds.messages import GO_ON
+from numpyro_fed.rounds.messages import SEARCH
+from numpyro_fed.rounds.messages import WITHOUT_START
+from numpyro_fed.rounds.messages import MessageShapes
+from numpyro_fed.rounds.messages import Question
+from numpyro_fed.rounds.messages import message_shapes
+from numpyro_fed.rounds.messages import pack
+from numpyro_fed.rounds.messages import read
+from numpyro_fed.rounds.messages import unpack
+from numpyro_fed.rounds.messages import write
 from numpyro_fed.rounds.states import Sampled
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.vertical.method import VerticalMethod
+from dataclasses import replace
+
+
 
 AnyMethod = RowMethod[Any, Any] | VerticalMethod[Any]
 # Compiled exchanges that a silo keeps. A run has at most ten; a server that asks for corrections of
@@ -91,16 +98,16 @@ class RunStates:
 
     def to_bytes(self) -> bytes:
         """Return the run as bytes."""
+        # An exchange such as a correction leaves the state as it is: that is written once.
+        distinct = {id(state): i for i, state in enumerate(self.states.values())}
         head = {
             "beginning": self.beginning,
             "labels": ",".join(map(str, self.states)),
+            "places": ",".join(str(distinct[id(state)]) for state in self.states.values()),
             "number": str(self.number),
             "digest": self.digest,
         }
         arrays: dict[str, ArrayLike] = {"reply": np.frombuffer(self.reply, np.uint8)}
-        # An exchange such as a correction leaves the state as it is.
-        distinct = {id(state): i for i, state in enumerate(self.states.values())}
-        head["places"] = ",".join(str(distinct[id(state)]) for state in self.states.values())
         for i, state in enumerate(self.states.values()):
             if distinct[id(state)] == i:
                 arrays |= pack(f"{i}", state)
@@ -110,12 +117,8 @@ class RunStates:
     def from_bytes(cls, content: bytes, shapes_of: Callable[[str], Sequence[Any]]) -> RunStates:
         """Return the run that was written, with states of one of the shapes for its beginning."""
         head, arrays = read(content)
-        beginning = head["beginning"]
-        if beginning not in BEGINNINGS:
-            raise DataError(f"a file of a silo's states begins by '{beginning}'.")
-        labels = list(map(int, head["labels"].split(",")))
-        places = list(map(int, head["places"].split(",")))
-        *others, last = shapes_of(beginning)
+        labels, places = (list(map(int, head[name].split(","))) for name in ("labels", "places"))
+        *others, last = shapes_of(head["beginning"])
         found = {}
         for i in set(places):
             # In the first of the structures that fits.
@@ -127,7 +130,7 @@ class RunStates:
                 found[i] = unpack(f"{i}", last, arrays)
         states = {label: found[i] for label, i in zip(labels, places, strict=True)}
         reply = arrays["reply"].tobytes()
-        return cls(beginning, states, int(head["number"]), head["digest"], reply)
+        return cls(head["beginning"], states, int(head["number"]), head["digest"], reply)
 
 
 class SiloRuns:
@@ -146,7 +149,8 @@ class SiloRuns:
         row_ids: ArrayLike | None = None,
         store: Store | None = None,
     ):
-        self._asked = 0
+        # Of the words of a key, which depends on JAX's generator.
+        self._key_shape, self._asked = jax.random.key_data(jax.random.key(0)).shape, 0
         # A server that repeats a key must not get the same noise again, or two replies at two
         # places differ by the predictors alone.
         self._fresh_noise = isinstance(secret, str) and method.hides_by_noise
@@ -165,7 +169,7 @@ class SiloRuns:
         """Return the same for another server's runs; one plan is compiled once."""
         other = copy.copy(self)
         other._store, other.sampled = store, None
-        other._forget_runs()
+        other._runs, other._forgotten = OrderedDict(), OrderedDict()
         if self._fresh_noise:
             other._secret = _unknown_key()
         return other
@@ -181,17 +185,14 @@ class SiloRuns:
             self._number, self._data, self.size = number, data, size
             self._programs = {False: _Programs(self.method, agreed, built, data)}
             self._accepted = plan, number
-        self._forget_runs()
+        # No runs but those in the store, which are read when needed. The one that was used least
+        # recently stands first.
+        self._runs, self._forgotten = OrderedDict[str, RunStates](), OrderedDict[str, None]()
 
     def rows_that_count(self) -> int:
         """Return the number of the silo's rows that have an outcome, once a plan is accepted."""
         programs = self._programs[False]
         return self.method.rows_that_count(programs.built, self._data)
-
-    def _forget_runs(self) -> None:
-        """Begin without runs but those in the store, of which none was read yet."""
-        # The one that was used least recently stands first.
-        self._runs, self._forgotten = OrderedDict[str, RunStates](), OrderedDict[str, None]()
 
     def _known_run(self, run: str) -> RunStates | None:
         """Return the states of a run, in an earlier process too; None if the silo has none."""
@@ -249,27 +250,26 @@ class SiloRuns:
         if run is not None and question.number == run.number and digest == run.digest:
             return run.reply
         with cost:
-            return self._answer(question, digest, arrays, run)
-
-    def _answer(
-        self,
-        question: Question,
-        digest: str,
-        arrays: Mapping[str, np.ndarray],
-        run: RunStates | None,
-    ) -> bytes:
-        """Return the reply to a message of a run that was not answered before."""
-        if run is not None and question.number < run.number:
-            raise ModelError(
-                f"message {question.number} ('{question.exchange}') comes after message "
-                f"{run.number} of the same run was answered. It was sent twice or came late: "
-                "drop it."
-            )
-        if question.exchange in (*BEGINNINGS, GO_ON):
-            if run is not None:
+            if run is not None and question.number < run.number:
+                raise ModelError(
+                    f"message {question.number} ('{question.exchange}') comes after message "
+                    f"{run.number} of the same run was answered. It was sent twice or came late: "
+                    "drop it."
+                )
+            if question.exchange not in (*BEGINNINGS, GO_ON):
+                states, reply = self._step(self._run_of(question), question, arrays)
+            elif run is None:
+                states, reply = self._begin(question, arrays), write({})
+            else:
                 raise ModelError("this run has begun already, by another message. Begin again.")
-            return self._begin(question, digest, arrays)
-        run = self._run_of(question)
+            kept = replace(states, number=question.number, digest=digest, reply=reply)
+            self._keep(question.run, kept)
+            return reply
+
+    def _step(
+        self, run: RunStates, question: Question, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[RunStates, bytes]:
+        """Return a run after the exchange of a question, and the reply."""
         if self.size.multiplier and question.used != run.number:
             raise ModelError(
                 f"the server asks from the state after message {question.used}, and silo "
@@ -279,23 +279,18 @@ class SiloRuns:
             )
         before, programs = run.state_at(question), self._programs_of(run.beginning)
         exchange, expected = programs.exchange(question.id, self._number)
-        key = self._key(arrays)
-        noise = exchange.silo_noise(silo_key(key, self._number), before)
+        noise = exchange.silo_noise(silo_key(self._key(arrays), self._number), before)
         down = unpack("down", expected, arrays)
         _refuse_unknown(arrays)
         sent, after = exchange.silo(noise, down, before, self._data)
         if isinstance(after, Sampled):
             self.sampled = after
-        reply = write(pack("reply", sent))
         after = after if question.exchange in programs.stateful else before
         states = {question.used: before, question.number: after}
-        run = RunStates(run.beginning, states, question.number, digest, reply)
-        self._keep(question.run, run)
-        return reply
+        return replace(run, states=states), write(pack("reply", sent))
 
-    def _begin(self, question: Question, digest: str, arrays: Mapping[str, np.ndarray]) -> bytes:
-        """Begin a run, at a first state or at a state of another run."""
-        reply = write({})
+    def _begin(self, question: Question, arrays: Mapping[str, np.ndarray]) -> RunStates:
+        """Return a run that begins at a first state, or at a state of another run."""
         if question.exchange == GO_ON:
             _refuse_unknown(arrays)
             if self.size.multiplier:
@@ -309,16 +304,13 @@ class SiloRuns:
                     f"silo {self._number} is to go on from a run of which it has no state. Begin "
                     "again."
                 )
-            beginning, state = before.beginning, before.state_at(question)
-        else:
-            beginning, self.sampled = question.exchange, None
-            key_silo = jax.random.fold_in(self._key(arrays), self._number)
-            _refuse_unknown(arrays)
-            init = self._programs_of(beginning).init[beginning]
-            state = drop_weak_types(init(key_silo, self._data))
-        run = RunStates(beginning, {question.number: state}, question.number, digest, reply)
-        self._keep(question.run, run)
-        return reply
+            return RunStates(before.beginning, {question.number: before.state_at(question)})
+        self.sampled = None
+        key_silo = jax.random.fold_in(self._key(arrays), self._number)
+        _refuse_unknown(arrays)
+        init = self._programs_of(question.exchange).init[question.exchange]
+        state = drop_weak_types(init(key_silo, self._data))
+        return RunStates(question.exchange, {question.number: state})
 
     def at(self, draws: bytes) -> tuple[AtSilo, Mapping[str, np.ndarray], Held]:
         """Return the posterior at this silo for a message with draws, its arrays, and the state."""
@@ -345,7 +337,7 @@ class SiloRuns:
 
     def _key(self, arrays: Mapping[str, np.ndarray]) -> Array:
         """Return the key of a message, mixed with the secret if the silo has one."""
-        bits, shape = arrays.get("key"), _key_shape()
+        bits, shape = arrays.get("key"), self._key_shape
         if bits is None or (bits.shape, bits.dtype) != (shape, np.dtype(np.uint32)):
             came = "nothing" if bits is None else f"{bits.dtype}{bits.shape}"
             raise DataError(f"a message holds {came} as its key, where uint32{shape} is expected.")
@@ -383,30 +375,24 @@ class _Programs:
         self._shapes: dict[ExchangeId, list[MessageShapes]] = {}
         # The posterior at the silo, by the settings of a message with draws; an exchange, compiled,
         # with the shapes of the server's message in it, by its id and the silo's number.
-        self.posterior = lru_cache(MAX_PROGRAMS)(self._posterior)
+        self.posterior: Callable[[str], AtSilo] = lru_cache(MAX_PROGRAMS)(
+            lambda settings: self.method.posterior_at(
+                self.plan, built, ExchangeId(DRAWS, settings).read_settings()
+            )
+        )
         self.exchange = lru_cache(MAX_PROGRAMS)(self._exchange)
-
-    def _posterior(self, settings: str) -> AtSilo:
-        asked = ExchangeId(DRAWS, settings).read_settings()
-        return self.method.posterior_at(self.plan, self.built, asked)
 
     def _exchange(self, asked: ExchangeId, number: int) -> tuple[Exchange[Any, Any, Any], Any]:
         self.method.check_exchange(self.built, asked, number, self.data)
         round_, sender = self.method.round_of(self.built, asked)
-        if round_.id not in self._shapes:
+        if round_.exchanges[0].id not in self._shapes:
             if len(self._shapes) == MAX_PROGRAMS:
                 self._shapes.clear()
-            self._shapes[round_.id] = message_shapes(sender, (round_,), self.data)
-        for exchange, down, _ in self._shapes[round_.id]:
+            self._shapes[round_.exchanges[0].id] = message_shapes(sender, (round_,), self.data)
+        for exchange, down, _ in self._shapes[round_.exchanges[0].id]:
             if exchange.id == asked:
                 return exchange.compiled(), down
         raise unknown_exchange(asked.name)
-
-
-@cache
-def _key_shape() -> tuple[int, ...]:
-    """Return the shape of the words of a key, which depends on JAX's generator."""
-    return jax.random.key_data(jax.random.key(0)).shape
 
 
 def _refuse_unknown(arrays: Mapping[str, np.ndarray]) -> None:

@@ -44,11 +44,8 @@ class Session:
         return KeyPair(bytes.fromhex(self.private))
 
 
-class LastSum(NamedTuple):
-    """The last sum of a session: its number, and a digest of what was sent in it."""
-
-    number: int = 0
-    digest: str = ""
+# The last sum of a session: its number, and a digest of what was sent in it.
+LastSum = tuple[int, str]
 
 
 class LastReply(NamedTuple):
@@ -72,20 +69,16 @@ class SecureSums:
     def identity(self) -> KeyPair:
         """Return the pair of keys by which other silos know this one."""
         kept = self.store.get(IDENTITY)
-        if kept is not None:
-            return KeyPair(kept)
-        made = KeyPair.generate()
-        self.store.put({IDENTITY: made.private})
-        return made
+        if kept is None:
+            kept = KeyPair.generate().private
+            self.store.put({IDENTITY: kept})
+        return KeyPair(kept)
 
     @cached_property
     def _used(self) -> tuple[dict[str, LastSum], dict[str, LastReply]]:
         """Return the last sum of each session, and the last reply of each run under masks."""
         sums, replies = json.loads(self.store.get(USED) or b"[{}, {}]")
-        return (
-            {session: LastSum(*one) for session, one in sums.items()},
-            {run: LastReply(*one) for run, one in replies.items()},
-        )
+        return sums, {run: LastReply(*one) for run, one in replies.items()}
 
     def greet(self, settings: Mapping[str, Any]) -> str:
         """Return this silo's public keys in a session, as JSON."""
@@ -146,7 +139,7 @@ class SecureSums:
                 f"a sum over {len(group)} silos is asked for, where this silo's policy asks for at "
                 f"least {least} (min_silos)."
             )
-        last = self._used[0].get(terms.session, LastSum()).number
+        last, _ = self._used[0].get(terms.session, (0, ""))
         if terms.number < last or terms.number == 0:
             raise ModelError(
                 f"sum {terms.number} comes after sum {last} of the same session: masks are used "
@@ -190,10 +183,10 @@ class SecureSums:
         sums, replies = self._used
         asked = _digest(message)
         all_of_it = _digest(canonical(terms).encode() + message + reply)
-        last_sum = sums.get(terms.session, LastSum())
-        if terms.number == last_sum.number:
+        number, digest = sums.get(terms.session, (0, ""))
+        if terms.number == number:
             # Other words under the same masks would tell by how much they differ.
-            if last_sum.digest != all_of_it:
+            if digest != all_of_it:
                 raise ModelError(
                     f"another reply was sent under the masks of sum {terms.number}. Begin again."
                 )
@@ -214,7 +207,7 @@ class SecureSums:
                     "policy allows (sums_again). Begin again, without the silos that drop out."
                 )
         sums = {session: one for session, one in sums.items() if self._known(session)}
-        sums[terms.session] = LastSum(terms.number, all_of_it)
+        sums[terms.session] = terms.number, all_of_it
         replies = OrderedDict(replies)
         replies.pop(run, None)
         replies[run] = LastReply(terms.session, asked, terms.group, times)

@@ -253,7 +253,7 @@ class CompiledMethod:
 
         ``runtime`` is another one than the run's, such as that of the search.
         """
-        return self.cached(round_.id, lambda: (runtime or self.runtime).single(round_))
+        return self.cached(round_.exchanges[0].id, lambda: (runtime or self.runtime).single(round_))
 
     def cached(self, name: Hashable, make: Callable[[], Made]) -> Made:
         """Return the object of this name, made at its first use."""

@@ -9,9 +9,8 @@ outside. Elsewhere noise is drawn step by step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from jax import Array
 from numpyro_fed.basics.programs import jit_once, readable
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.rounds.combine import combine, for_participants
 from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,
@@ -32,14 +30,10 @@ from numpyro_fed.rounds.exchange import (
     Server,
     Silo,
     Up,
+    combine,
+    for_participants,
 )
-from numpyro_fed.rounds.keys import (
-    exchange_key,
-    init_keys,
-    participant_keys,
-    server_key,
-    silo_key,
-)
+from numpyro_fed.rounds.keys import exchange_key, init_keys, participant_keys, server_key, silo_key
 from numpyro_fed.rounds.runtime import Log, RunStatus, Runtime, Single, State
 from numpyro_fed.rounds.schedules import Schedule, chunk_of, init_schedule, visits
 from numpyro_fed.rounds.silos import Batches, ServerData, Stacks, Watch, in_order, num_silos
@@ -61,25 +55,9 @@ NOISE = 2**20
 
 Positions = tuple[Array, Array]  # each silo's bucket and its row there, (silos,) each
 Participants = Array | tuple[()]  # who takes part; empty where everyone does
-
-
-class RoundsSoFar(NamedTuple):
-    """The carry of the loop over rounds."""
-
-    number: Array
-    state: State
-    log: Log
-    status: RunStatus
-
-
-class StepsSoFar(NamedTuple):
-    """The carry of the loop over the steps of a round."""
-
-    number: Array
-    server: Any
-    silos: Stacks
-    log: Log
-    status: RunStatus
+# The carries of the loops over rounds and over the steps of a round begin with a number.
+RoundsSoFar = tuple[Array, State, Log, RunStatus]
+StepsSoFar = tuple[Array, Any, Stacks, Log, RunStatus]
 
 
 def compiled_runtime(
@@ -100,16 +78,15 @@ def compiled_runtime(
     @jit
     def init(key: Array, batches: Batches) -> State:
         key_server, key_silos = init_keys(key)
-
-        def init_one(silo: Array, data: SiloData) -> Silo:
-            return algorithm.init_silo(jax.random.fold_in(key_silos, silo), data)
-
-        silos = tuple(b.real(jax.vmap(init_one)(b.padded(b.silos), b.data)) for b in batches)
+        first = jax.vmap(
+            lambda j, data: algorithm.init_silo(jax.random.fold_in(key_silos, j), data)
+        )
+        silos = tuple(b.real(first(b.padded(b.silos), b.data)) for b in batches)
         carry = init_schedule(schedule, key, num_silos(batches))
         server = algorithm.init_server(key_server)
         return readable(drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos, carry)))
 
-    advance = jit(_Loop(algorithm, schedule).advance)
+    advance = jit(partial(_advance, algorithm, schedule))
     return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule))
 
 
@@ -133,16 +110,12 @@ def single(round_: Round) -> Single:
 def _noise_of_all(
     round_: Round, key: Array, numbers: Array, silos: Stacks, batches: Batches
 ) -> RoundNoise:
-    """Return the noise of all silos and of the server for several steps (steps, ...).
-
-    ``numbers`` (steps,) are the numbers of the steps. For each exchange there is a list with the
-    noise of each bucket (steps, silos, ...).
-    """
+    """Return the server's noise (steps, ...), and by exchange and bucket that of all silos."""
     size = len(round_.exchanges)
     ends = np.cumsum([len(b.silos) for b in batches])[:-1]
     all_silos, server_noise, silo_noises = jnp.concatenate([b.silos for b in batches]), None, []
 
-    def bucket(exchange: Exchange[Silo, Down, Up], keys: Array, states: Silo) -> Any:
+    def of_bucket(exchange: Exchange[Silo, Down, Up], keys: Array, states: Silo) -> Any:
         # The noise's shape depends on that of a state alone, so the first silo's serves for all.
         some_state = jax.tree.map(lambda a: a[0], states)
         # Steps and silos are one axis here: XLA compiles one batched draw sooner than a nested one.
@@ -152,8 +125,9 @@ def _noise_of_all(
     for e, exchange in enumerate(round_.exchanges):
         exchange_keys = jax.vmap(lambda i, e=e: exchange_key(key, i, e, size))(numbers)
         server, silo = jax.vmap(participant_keys, (0, None))(exchange_keys, all_silos)
-        parts = zip(jnp.split(silo, ends, axis=1), silos, strict=True)
-        silo_noises.append([bucket(exchange, keys, states) for keys, states in parts])
+        silo_noises.append(
+            list(map(partial(of_bucket, exchange), jnp.split(silo, ends, axis=1), silos))
+        )
         server_noise = jax.vmap(round_.noise)(server) if e == 0 else server_noise
     return server_noise, silo_noises
 
@@ -161,11 +135,7 @@ def _noise_of_all(
 def _transport_to_all(
     batches: Batches, order: Array, watch: Watch | None
 ) -> Transport[list[Any], Stacks]:
-    """Return the transport to all silos: each bucket is mapped, one bucket after the other.
-
-    ``order`` (silos,) is that of :func:`in_order`, computed once for all rounds. ``Answers.ok``
-    stays in the order of buckets: it is put into the order of silos after the last round alone.
-    """
+    """Return the transport to all silos: each bucket is mapped, one bucket after the other."""
 
     def transport(
         exchange: Exchange[Silo, Down, Up], noise: list[Any], down: Down, who: Array, silos: Stacks
@@ -181,177 +151,165 @@ def _transport_to_all(
             after.append(states)
         by_bucket = [jax.vmap(watch)(states) for states in after] if watch else [()]
         watched = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *by_bucket)
+        # In the order of buckets: it is put into that of silos after the last round alone.
         good = jnp.concatenate([reply.ok for reply in replies])
         return Answers(combine(exchange.combine, replies, order), good, tuple(after), watched)
 
     return transport
 
 
-@dataclass(frozen=True, eq=False)
-class _Loop:
-    """The loop over rounds and their steps; without a schedule all silos take part in a round."""
+def _advance(
+    algorithm: FederatedAlgorithm[Any, Any],
+    schedule: Schedule | None,
+    key: Array,
+    state: State,
+    batches: Batches,
+    n: int,
+    server_data: ServerData = None,
+    stop: bool = False,
+) -> tuple[State, Log, RunStatus]:
+    """Run up to ``n`` rounds, as :class:`Runtime` says; all silos take part without a schedule."""
+    done, size = algorithm.done, num_silos(batches)
+    ahead = schedule is None or (schedule.ahead and schedule.steps == 1)
+    order: Any = in_order(batches)
+    if schedule is not None:
+        # Each silo's bucket (silos,), and its row in that bucket (silos,).
+        sizes = [len(b.silos) for b in batches]
+        numbers = jnp.arange(len(batches))
+        bucket = jnp.repeat(numbers, jnp.array(sizes), total_repeat_length=size)
+        place = jnp.concatenate([jnp.arange(n) for n in sizes])
+        order = bucket[order], place[order]
+    # The inlined jit keeps its trace: eval_shape and the loop's body share one.
+    one_step = jax.jit(partial(_step, algorithm), inline=True)
+    draw = partial(_draw, algorithm.round, schedule, key, batches)
+    rest = batches, order, server_data
+    first = jax.eval_shape(draw, state.round[None], state)
+    drawn = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), first)
+    _, _, info, good, watched = jax.eval_shape(one_step, drawn, state.server, state.silos, *rest)
+    # An empty log of as many rounds as one call can log, from the shapes of a report.
+    room = chunk_of(schedule), 1 if schedule is None else schedule.steps
+    reported = info.report, drawn[0], watched
+    empty = jax.tree.map(lambda a: jnp.zeros((*room, *a.shape), a.dtype), reported)
+    # Few rounds a block where a round's noise is large: the block stands in memory at once.
+    drawn_at_once = sum(a.size for a in jax.tree.leaves(first))
+    block = max(1, min(BLOCK, NOISE // max(drawn_at_once, 1)))
 
-    algorithm: FederatedAlgorithm[Any, Any]
-    schedule: Schedule | None
+    def continues(so_far: RoundsSoFar) -> Array:
+        i, state, _, status = so_far
+        # The last round may be kept, and the algorithm is not done.
+        return (i < n) & (status.ok & ~(stop & done(state.server)) if done else status.ok)
 
-    def advance(
-        self,
-        key: Array,
-        state: State,
-        batches: Batches,
-        n: int,
-        server_data: ServerData = None,
-        stop: bool = False,
-    ) -> tuple[State, Log, RunStatus]:
-        """Run up to ``n`` rounds, as :class:`Runtime` says."""
-        schedule, done, size = self.schedule, self.algorithm.done, num_silos(batches)
-        ahead = schedule is None or (schedule.ahead and schedule.steps == 1)
-        order: Any = in_order(batches)
-        if schedule is not None:
-            # Each silo's bucket (silos,), and its row in that bucket (silos,).
-            sizes = [len(b.silos) for b in batches]
-            numbers = jnp.arange(len(batches))
-            bucket = jnp.repeat(numbers, jnp.array(sizes), total_repeat_length=size)
-            place = jnp.concatenate([jnp.arange(n) for n in sizes])
-            order = bucket[order], place[order]
-        # The inlined jit keeps its trace: eval_shape and the loop's body share one.
-        one_step = jax.jit(self._step, inline=True)
-        rest = batches, order, server_data
-        first = jax.eval_shape(partial(self._draw, key), state.round[None], state, batches)
-        drawn = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), first)
-        inputs = drawn, state.server, state.silos
-        _, _, info, good, watched = jax.eval_shape(one_step, *inputs, *rest)
-        # An empty log of as many rounds as one call can log, from the shapes of a report.
-        room = chunk_of(schedule), 1 if schedule is None else schedule.steps
-        reported = info.report, drawn[0], watched
-        empty = jax.tree.map(lambda a: jnp.zeros((*room, *a.shape), a.dtype), reported)
-        log = Log(jnp.zeros(room[0]), *empty)
+    def one_block(so_far: RoundsSoFar) -> RoundsSoFar:
+        begun, state, *_ = so_far
+        drawn = draw(state.round + jnp.arange(block), state)
 
-        def continues(so_far: RoundsSoFar) -> Array:
-            status = so_far.status
-            # The last round may be kept, and the algorithm is not done.
-            goes_on = status.ok & ~(stop & done(so_far.state.server)) if done else status.ok
-            return (so_far.number < n) & goes_on
+        def body(so_far: RoundsSoFar) -> RoundsSoFar:
+            i, state, log, _ = so_far
+            of_round = jax.tree.map(lambda a: a[i - begun], drawn)
+            server, silos, info, good, watched = one_step(
+                of_round, state.server, state.silos, *rest
+            )
+            state = State(state.round + 1, server, silos, state.schedule)
+            log = _write(log, i, 0, info, of_round[0], watched)
+            return i + 1, state, log, RunStatus(info.ok, good)
 
-        def one_block(so_far: RoundsSoFar) -> RoundsSoFar:
-            begun, state = so_far.number, so_far.state
-            drawn = self._draw(key, state.round + jnp.arange(block), state, batches)
+        return jax.lax.while_loop(
+            lambda so_far: (so_far[0] - begun < block) & continues(so_far), body, so_far
+        )
 
-            def body(so_far: RoundsSoFar) -> RoundsSoFar:
-                i, state, log, _ = so_far
-                of_round = jax.tree.map(lambda a: a[i - begun], drawn)
-                inputs = of_round, state.server, state.silos
-                server, silos, info, good, watched = one_step(*inputs, *rest)
-                state = State(state.round + 1, server, silos, state.schedule)
-                log = _write(log, i, 0, info, of_round[0], watched)
-                return RoundsSoFar(i + 1, state, log, RunStatus(info.ok, good))
+    status = RunStatus(jnp.array(True), jnp.ones(good.shape if ahead else size, bool))
+    start = jnp.zeros((), jnp.int32), state, Log(jnp.zeros(room[0]), *empty), status
+    if schedule is not None and not ahead:
+        one_round = partial(_run_steps, algorithm.round, schedule, one_step, key, rest)
+        return readable(jax.lax.while_loop(continues, one_round, start)[1:])
+    i, state, log, status = jax.lax.while_loop(continues, one_block, start)
+    if schedule is None:
+        return readable((state, log, status._replace(replies=status.replies[order])))
+    # Participants of the last round; of row 0, whose replies count as good, if none was run.
+    last = log.visits[jnp.maximum(i - 1, 0), 0]
+    replies = jnp.ones(size, bool).at[last].set(status.replies)
+    return readable((state, log, status._replace(replies=replies)))
 
-            def within(so_far: RoundsSoFar) -> Array:
-                return (so_far.number - begun < block) & continues(so_far)
 
-            return jax.lax.while_loop(within, body, so_far)
+def _draw(
+    round_: Round,
+    schedule: Schedule | None,
+    key: Array,
+    batches: Batches,
+    numbers: Array,
+    state: State,
+) -> tuple[Participants, RoundNoise]:
+    """Return participants and noise of the first steps of rounds, leaves (rounds, ...)."""
+    if schedule is None:
+        return (), _noise_of_all(round_, key, numbers, state.silos, batches)
 
-        # Few rounds a block where a round's noise is large: the block stands in memory at once.
-        drawn_at_once = sum(a.size for a in jax.tree.leaves(drawn))
-        block = max(1, min(BLOCK, NOISE // max(drawn_at_once, 1)))
-        all_good = jnp.ones(good.shape if ahead else size, bool)
-        status = RunStatus(jnp.array(True), all_good)
-        start = RoundsSoFar(jnp.zeros((), jnp.int32), state, log, status)
-        if not ahead:
-            one_round = partial(self._run_steps, one_step, key, rest)
-            return readable(jax.lax.while_loop(continues, one_round, start)[1:])
-        i, state, log, status = jax.lax.while_loop(continues, one_block, start)
-        if schedule is None:
-            return readable((state, log, status._replace(replies=status.replies[order])))
-        # Participants of the last round; of row 0, whose replies count as good, if none was run.
-        last = log.visits[jnp.maximum(i - 1, 0), 0]
-        replies = jnp.ones(size, bool).at[last].set(status.replies)
-        return readable((state, log, status._replace(replies=replies)))
+    def one_round(number: Array) -> tuple[Array, RoundNoise]:
+        who = visits(schedule, key, number, state.schedule)[0][0]
+        return who, _noise_of_participants(round_, key, number, who, state.silos)
 
-    def _draw(
-        self, key: Array, numbers: Array, state: State, batches: Batches
-    ) -> tuple[Participants, RoundNoise]:
-        """Return participants and noise of the first steps of rounds, leaves (rounds, ...)."""
-        round_, schedule = self.algorithm.round, self.schedule
-        if schedule is None:
-            return (), _noise_of_all(round_, key, numbers, state.silos, batches)
+    return jax.vmap(one_round)(numbers)
 
-        def one_round(number: Array) -> tuple[Array, RoundNoise]:
-            who = visits(schedule, key, number, state.schedule)[0][0]
-            return who, _noise_of_participants(round_, key, number, who, state.silos)
 
-        return jax.vmap(one_round)(numbers)
+def _step(
+    algorithm: FederatedAlgorithm[Any, Any],
+    drawn: tuple[Participants, RoundNoise],
+    server: object,
+    silos: Stacks,
+    batches: Batches,
+    order: Any,
+    server_data: ServerData,
+) -> StepDone[Stacks]:
+    """Run a step with its participants and its noise."""
+    who, noise = drawn
+    transport_of: Any = _transport_to_some
+    if isinstance(who, tuple):
+        who, transport_of = jnp.arange(num_silos(batches)), _transport_to_all
+    transport = transport_of(batches, order, algorithm.watch)
+    return step(algorithm.round, transport, noise, server, silos, who, server_data)
 
-    def _step(
-        self,
-        drawn: tuple[Participants, RoundNoise],
-        server: object,
-        silos: Stacks,
-        batches: Batches,
-        order: Any,
-        server_data: ServerData,
-    ) -> StepDone[Stacks]:
-        """Run a step with its participants and its noise."""
-        (who, noise), watch = drawn, self.algorithm.watch
-        transport: Transport[Any, Stacks]
-        if isinstance(who, tuple):
-            who = jnp.arange(num_silos(batches))
-            transport = _transport_to_all(batches, order, watch)
-        else:
-            transport = _transport_to_some(batches, order, watch)
-        return step(self.algorithm.round, transport, noise, server, silos, who, server_data)
 
-    def _run_steps(
-        self,
-        one_step: Callable[..., Any],
-        key: Array,
-        rest: tuple[Batches, Any, ServerData],
-        so_far: RoundsSoFar,
-    ) -> RoundsSoFar:
-        """Run a round of several steps, or one whose participants the last round has decided."""
-        (i, state, log, _), schedule = so_far, cast(Schedule, self.schedule)
-        who, carry = visits(schedule, key, state.round, state.schedule)
+def _run_steps(
+    round_: Round,
+    schedule: Schedule,
+    one_step: Callable[..., Any],
+    key: Array,
+    rest: tuple[Batches, Any, ServerData],
+    so_far: RoundsSoFar,
+) -> RoundsSoFar:
+    """Run a round of several steps, or one whose participants the last round has decided."""
+    i, state, log, _ = so_far
+    who, carry = visits(schedule, key, state.round, state.schedule)
 
-        def continues(steps: StepsSoFar) -> Array:
-            return (steps.number < len(who)) & steps.status.ok
+    def body(steps: StepsSoFar) -> StepsSoFar:
+        s, server, silos, log, status = steps
+        number = state.round * len(who) + s
+        noise = _noise_of_participants(round_, key, number, who[s], silos)
+        server, silos, info, good, watched = one_step((who[s], noise), server, silos, *rest)
+        log = _write(log, i, s, info, who[s], watched)
+        return s + 1, server, silos, log, RunStatus(info.ok, status.replies.at[who[s]].set(good))
 
-        def body(steps: StepsSoFar) -> StepsSoFar:
-            s, server, silos, log, status = steps
-            number = state.round * len(who) + s
-            noise = _noise_of_participants(self.algorithm.round, key, number, who[s], silos)
-            server, silos, info, good, watched = one_step((who[s], noise), server, silos, *rest)
-            log = _write(log, i, s, info, who[s], watched)
-            status = RunStatus(info.ok, status.replies.at[who[s]].set(good))
-            return StepsSoFar(s + 1, server, silos, log, status)
-
-        status = RunStatus(jnp.array(True), jnp.ones(num_silos(rest[0]), bool))
-        zero = jnp.zeros((), jnp.int32)
-        first = StepsSoFar(zero, state.server, state.silos, log, status)
-        _, server, silos, log, status = jax.lax.while_loop(continues, body, first)
-        after = State(state.round + 1, server, silos, carry)
-        return RoundsSoFar(i + 1, after, log, status)
+    status = RunStatus(jnp.array(True), jnp.ones(num_silos(rest[0]), bool))
+    first = jnp.zeros((), jnp.int32), state.server, state.silos, log, status
+    _, server, silos, log, status = jax.lax.while_loop(
+        lambda steps: (steps[0] < len(who)) & steps[-1].ok, body, first
+    )
+    return i + 1, State(state.round + 1, server, silos, carry), log, status
 
 
 def _noise_of_participants(
     round_: Round, key: Array, number: Array, who: Array, silos: Stacks
 ) -> RoundNoise:
-    """Return the noise of one step for the server and for its participants ``who`` (k,).
-
-    With several buckets the silos' part is their keys instead: noise of silos in different buckets
-    differs in shape, and which bucket a participant is in is known at run time only.
-    """
+    """Return the noise of one step for the server and for its participants ``who`` (k,)."""
     size = len(round_.exchanges)
     exchange_keys = [exchange_key(key, number, e, size) for e in range(size)]
-
-    def noise_of(exchange: Exchange[Silo, Down, Up], key_exchange: Array) -> Any:
-        keys = jax.vmap(partial(silo_key, key_exchange))(who)
-        if len(silos) > 1:
-            return keys
+    noises: list[Any] = [jax.vmap(partial(silo_key, key))(who) for key in exchange_keys]
+    # Noise of silos in different buckets differs in shape, and which bucket a participant is in is
+    # known at run time only: with several buckets their keys stand for it.
+    if len(silos) == 1:
         state = jax.tree.map(lambda a: a[0], silos[0])
-        return jax.vmap(exchange.silo_noise, (0, None))(keys, state)
-
-    silo_noises = [noise_of(x, key) for x, key in zip(round_.exchanges, exchange_keys, strict=True)]
-    return round_.noise(server_key(exchange_keys[0])), silo_noises
+        draws = [jax.vmap(exchange.silo_noise, (0, None)) for exchange in round_.exchanges]
+        noises = [draw(keys, state) for draw, keys in zip(draws, noises, strict=True)]
+    return round_.noise(server_key(exchange_keys[0])), noises
 
 
 def _transport_to_some(
@@ -371,39 +329,36 @@ def _transport_to_some(
         reply, state = exchange.visit(noise, down, state, data)
         return drop_weak_types((reply, state, watch(state) if watch else ()))
 
-    def visit_one(
-        exchange: Exchange[Any, Down, Up], noise: object, down: Down, j: Array, silos: Stacks
-    ) -> tuple[Stacks, tuple[Reply[Up], Any]]:
-        """Visit participant ``j``, from whichever bucket."""
-        # From each other bucket one silo's state is taken out and put back unchanged. XLA copies
-        # what passes through a conditional. With one state of each bucket as the operand, instead
-        # of the stacks, a visit costs the same for ten silos as for ten thousand.
-        at = [jnp.clip(place_of[j], 0, len(b.silos) - 1) for b in batches]
-        before = tuple(
-            jax.tree.map(partial(take, index=i), a) for a, i in zip(silos, at, strict=True)
-        )
-
-        def in_bucket(
-            b: int, noise: object, down: Down, states: Stacks
-        ) -> tuple[Reply[Up], Stacks, Any]:
-            data = jax.tree.map(partial(take, index=at[b]), batches[b].data)
-            reply, state, watched = visit(exchange, noise, down, states[b], data)
-            return reply, (*states[:b], state, *states[b + 1 :]), watched
-
-        branches = [partial(in_bucket, b) for b in range(len(batches))]
-        reply, after, watched = jax.lax.switch(bucket_of[j], branches, noise, down, before)
-        silos = tuple(
-            jax.tree.map(partial(put, index=i), stack, one)
-            for stack, one, i in zip(silos, after, at, strict=True)
-        )
-        return silos, (reply, watched)
-
     def transport(
         exchange: Exchange[Any, Down, Up], noise: object, down: Down, who: Array, silos: Stacks
     ) -> Answers[Stacks]:
         def body(silos: Stacks, i: Array | int) -> tuple[Stacks, tuple[Reply[Up], Any]]:
+            """Visit participant ``i``, from whichever bucket."""
             sent = for_participants(exchange.scatter, down, i)
-            return visit_one(exchange, jax.tree.map(lambda a: a[i], noise), sent, who[i], silos)
+            eps, j = jax.tree.map(lambda a: a[i], noise), who[i]
+            # From each other bucket one silo's state is taken out and put back unchanged. XLA
+            # copies what passes through a conditional. With one state of each bucket as the
+            # operand, instead of the stacks, a visit costs the same for ten silos as for ten
+            # thousand.
+            at = [jnp.clip(place_of[j], 0, len(b.silos) - 1) for b in batches]
+            before = tuple(
+                jax.tree.map(partial(take, index=i), a) for a, i in zip(silos, at, strict=True)
+            )
+
+            def in_bucket(
+                b: int, eps: object, sent: Down, states: Stacks
+            ) -> tuple[Reply[Up], Stacks, Any]:
+                data = jax.tree.map(partial(take, index=at[b]), batches[b].data)
+                reply, state, watched = visit(exchange, eps, sent, states[b], data)
+                return reply, (*states[:b], state, *states[b + 1 :]), watched
+
+            branches = [partial(in_bucket, b) for b in range(len(batches))]
+            reply, after, watched = jax.lax.switch(bucket_of[j], branches, eps, sent, before)
+            silos = tuple(
+                jax.tree.map(partial(put, index=i), stack, one)
+                for stack, one, i in zip(silos, after, at, strict=True)
+            )
+            return silos, (reply, watched)
 
         if len(who) > 1 and len(batches) == 1:
             # In one map: gather their states, run, scatter them back.

@@ -119,12 +119,15 @@ def _close_window(stats: ConvergenceStats[Tree], whitened: bool) -> ConvergenceS
     gain = stats.mean_before - stats.loss
     noise = 2 * jnp.hypot(error, stats.error_before)
     moves = jax.tree.map(jnp.subtract, stats.params, stats.params_before)
-
-    def average_travel(travel: Array, change: Array, path: Array) -> Array:
-        share = change / jnp.where(path > 0, path, 1.0)
-        return TRAVEL_DECAY * travel + (1 - TRAVEL_DECAY) * jnp.where(path > 0, share, 0.0)
-
-    travel = jax.tree.map(average_travel, stats.travel, moves, stats.path)
+    travel = jax.tree.map(
+        lambda before, move, path: (
+            TRAVEL_DECAY * before
+            + (1 - TRAVEL_DECAY) * jnp.where(path > 0, move / jnp.where(path > 0, path, 1.0), 0.0)
+        ),
+        stats.travel,
+        moves,
+        stats.path,
+    )
     windows = stats.rounds // WINDOW - 1  # that have a window before them
     # The average starts at zero; this divides by the sum of its weights, as Adam does.
     share = jnp.abs(_flat(travel)) / (1 - TRAVEL_DECAY**windows)

@@ -12,9 +12,10 @@ so decides how messages travel; an algorithm does not know. Three rules follow f
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.trees import Numbers, all_finite
+from numpyro_fed.basics.trees import Numbers, all_finite, namespace
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.rounds.states import Private, Shared, WarmStart
 
@@ -278,11 +279,6 @@ class Round:
         """Return the name of the first exchange, by which the round is known."""
         return self.exchanges[0].name
 
-    @property
-    def id(self) -> ExchangeId:
-        """Return the id of the first exchange, by which other parties know the round."""
-        return self.exchanges[0].id
-
 
 class WhenAway(Enum):
     """The way of a round without silos that do not answer.
@@ -347,3 +343,47 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
 
 
 AnyAlgorithm = FederatedAlgorithm[Any, Any]
+
+
+def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Numbers | None = None) -> Replies[Up]:
+    """Return the replies of all stacks as one: summed, or gathered in ``order``.
+
+    Leaves of ``stacks`` are (n, ...) for a bucket of n participants; ``order`` (k,) lists positions
+    in their concatenation. Of NumPy's arrays it is computed by NumPy.
+    """
+    # A reply without a weight counts as 1.
+    weights: list[Any] = [
+        namespace(reply.ok).ones(jnp.shape(reply.ok))
+        if isinstance(reply.weight, tuple)
+        else jnp.asarray(reply.weight)
+        for reply in stacks
+    ]
+    if how is Combine.GATHER:
+        index = slice(None) if order is None else order
+        triples = [(reply.up, reply.ok, w) for reply, w in zip(stacks, weights, strict=True)]
+        return Replies(*jax.tree.map(lambda *a: namespace(a[0]).concatenate(a)[index], *triples))
+
+    def total(reply: Reply[Up], weight: Array) -> Up:
+        def weighted(a: Array) -> Array:
+            # Integers count something, silos or rows, and add up without weights.
+            if isinstance(reply.weight, tuple) or not jnp.issubdtype(a.dtype, jnp.inexact):
+                return a.sum(0)
+            return (a * jnp.expand_dims(weight.astype(a.dtype), range(1, a.ndim))).sum(0)
+
+        return jax.tree.map(weighted, reply.up)
+
+    totals = [total(*pair) for pair in zip(stacks, weights, strict=True)]
+    sums = [weight.sum() for weight in weights]
+    up = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *totals)
+    weight = sum(sums[1:], sums[0])
+    # A number as the others, so that over several devices one sum carries all of them.
+    bad = sum(
+        (namespace(reply.ok).sum(~reply.ok, dtype=weight.dtype) for reply in stacks), 0 * weight
+    )
+    return Replies(up, bad == 0, weight)
+
+
+def for_participants(scatter: object, down: Down, index: Array | int) -> Down:
+    """Return the message for participants ``index``: leaves marked in ``scatter`` are indexed."""
+    one = partial(jax.tree.map, lambda a: a[index])
+    return jax.tree.map(lambda scattered, all_: one(all_) if scattered else all_, scatter, down)

@@ -9,36 +9,42 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
-
-from numpyro_fed.basics.errors import (
-    ConvergenceWarning,
-    DataError,
-    ModelError,
-    SavedStateError,
-    SiloAwayError,
-    positive_int,
-    positive_number,
-)
-from numpyro_fed.basics.files import FolderLock, Store, log_privately
+from typing import Any
+from typing import Protocol
+from typing import TypeVar
+from numpyro_fed.basics.errors import ConvergenceWarning
+from numpyro_fed.basics.errors import DataError
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.basics.errors import SavedStateError
+from numpyro_fed.basics.errors import SiloAwayError
+from numpyro_fed.basics.errors import positive_int
+from numpyro_fed.basics.errors import positive_number
+from numpyro_fed.basics.files import FolderLock
+from numpyro_fed.basics.files import Store
+from numpyro_fed.basics.files import log_privately
 from numpyro_fed.basics.programs import is_double
-from numpyro_fed.rounds.messages import (
-    ACCEPT,
-    DESCRIBE,
-    Question,
-    at_silo,
-    is_refusal,
-    raise_refusal,
-    read,
-    write,
-)
-from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, Terms
+from numpyro_fed.rounds.messages import ACCEPT
+from numpyro_fed.rounds.messages import DESCRIBE
+from numpyro_fed.rounds.messages import Question
+from numpyro_fed.rounds.messages import at_silo
+from numpyro_fed.rounds.messages import is_refusal
+from numpyro_fed.rounds.messages import raise_refusal
+from numpyro_fed.rounds.messages import read
+from numpyro_fed.rounds.messages import write
+from numpyro_fed.rounds.secure_sums import KEYS
+from numpyro_fed.rounds.secure_sums import PEERS
+from numpyro_fed.rounds.secure_sums import SECURE
+from numpyro_fed.rounds.secure_sums import Terms
+
 
 # Seconds between two tries to reach a silo: the first is short, since most failures are, and a silo
 # that restarts is found within the last.
@@ -203,13 +209,12 @@ class Federation:
         """
         asked = {**method, "double": is_double()} | ({SECURE: True} if self.secure_sum else {})
         settings = json.dumps(asked, sort_keys=True)
-
-        def make() -> tuple[str, list[str]]:
+        if ("facts", settings) not in self._cached:
             id_ = f"{self._session.hex()}-{len(self._cached)}"
             answers = self._ask_all(DESCRIBE, [settings] * self.num_silos, id_)
-            return id_, [_text("facts", answer, j) for j, answer in enumerate(answers)]
-
-        return self.cached(("facts", settings), make)
+            facts = [_text("facts", answer, j) for j, answer in enumerate(answers)]
+            self._cached["facts", settings] = id_, facts
+        return self._cached["facts", settings]
 
     def ask_of_data(self, exchange: str, settings: str) -> list[bytes]:
         """Return each silo's reply to a question about its data that needs no model.
@@ -259,17 +264,14 @@ class Federation:
 
         Before the first one, all silos of the federation tell each other their public keys.
         """
-        session, silos = self._session.hex(), range(self.num_silos)
-
-        def exchange_keys() -> bool:
-            named = [{"session": at_silo(session, j), "number": j} for j in silos]
+        session = self._session.hex()
+        if "keys" not in self._cached:
+            named = [{"session": at_silo(session, j), "number": j} for j in range(self.num_silos)]
             answers = self._ask_all(KEYS, [json.dumps(one, sort_keys=True) for one in named])
             keys = [_text("keys", answer, j) for j, answer in enumerate(answers)]
             told = ({**one, "keys": keys} for one in named)
             self._ask_all(PEERS, [json.dumps(one, sort_keys=True) for one in told])
-            return True
-
-        self.cached("keys", exchange_keys)
+            self._cached["keys"] = keys
         self._num_sums += 1
         return {j: Terms(at_silo(session, j), self._num_sums, tuple(sorted(who))) for j in who}
 
@@ -279,16 +281,8 @@ class Federation:
         questions = [Question(exchange, settings[j], method=at_silo(method, j)) for j in silos]
         return self.ask(silos, [write({}, q.head()) for q in questions], exchange)
 
-    def arrivals(self, exchange: str) -> Arrivals:
-        """Return the way to silos whose replies are taken one by one, as they arrive."""
-        ask = partial(self._one, exchange)
-        return Arrivals(exchange, ask, self.patience, self._journal, self._at_once)
-
     def _one(self, exchange: str, silo: int, message: bytes, deadline: float) -> bytes | OSError:
-        """Send a message, and again until the deadline; return the reply or the last error.
-
-        The log has it before this returns.
-        """
+        """Send a message, and again until the deadline; return the reply or the last error."""
         reply: bytes | OSError | None
         began, wait, reply = time.monotonic(), FIRST_WAIT, None
         while reply is None:
@@ -326,18 +320,10 @@ class Arrivals:
     :meth:`next` asks the silo that has waited longest.
     """
 
-    def __init__(
-        self,
-        exchange: str,
-        # Waits for a silo's reply until a deadline of the monotonic clock, and returns the reply or
-        # the last error.
-        ask: Callable[[int, bytes, float], bytes | OSError],
-        patience: float,  # seconds
-        journal: Journal | None,
-        at_once: int,
-    ):
-        self._exchange, self._ask, self._patience = exchange, ask, patience
-        self._journal, self._at_once = journal, at_once
+    def __init__(self, federation: Federation, exchange: str):
+        self._exchange, self._ask = exchange, partial(federation._one, exchange)
+        self._patience, self._journal = federation.patience, federation._journal
+        self._at_once = federation._at_once
         self._messages = dict[int, bytes]()  # the oldest first
         self._asked, self._away = set[int](), dict[int, str]()
         self._come: queue.SimpleQueue[tuple[int, bytes | Exception]] = queue.SimpleQueue()
@@ -463,16 +449,16 @@ class Journal:
         replies: a script that they end asks once more when it is run again, for the silo may have
         been mended.
         """
-        records, refusals = self._refusals, list[tuple[int, bytes, bytes]]()
+        records, self._refusals = self._refusals, []
         for silo, (message, reply) in pairs.items():
-            told = refusals if not reply or is_refusal(reply) else records
+            told = self._refusals if not reply or is_refusal(reply) else records
             told.append((silo, message, reply))
-        self._refusals = refusals
         self._use.check()
-        kept = dict[str, bytes]()
-        for silo, message, reply in records:
-            kept[f"{self._num_kept}/{silo}/{sha256(message).hexdigest()}"] = reply
-            self._num_kept += 1
+        kept = {
+            f"{number}/{silo}/{sha256(message).hexdigest()}": reply
+            for number, (silo, message, reply) in enumerate(records, self._num_kept)
+        }
+        self._num_kept += len(records)
         self._store.put(kept)
 
 

@@ -28,7 +28,6 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.basics.trees import Tree, drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.rounds.combine import combine, for_participants
 from numpyro_fed.rounds.exchange import (
     Combine,
     Down,
@@ -39,6 +38,8 @@ from numpyro_fed.rounds.exchange import (
     Round,
     Silo,
     Up,
+    combine,
+    for_participants,
 )
 from numpyro_fed.rounds.silos import ServerData
 from numpyro_fed.rounds.stacks import StackedExchange
@@ -119,13 +120,10 @@ class Question(NamedTuple):
         """Return the question in the head of a message."""
         texts: list[Any] = [head.get(name) for name in cls._fields]
         exchange, settings, run, number, used, method = texts
-        missing = exchange is None or settings is None or run is None or method is None
         # Ten digits: enough for any run, and no text of a megabyte is made an int.
-        numeric = all(
-            text is not None and text.isascii() and text.isdigit() and len(text) <= 10
-            for text in (number, used)
-        )
-        if missing or not numeric:
+        if None in texts or not all(
+            text.isascii() and text.isdigit() and len(text) <= 10 for text in (number, used)
+        ):
             raise DataError(
                 f"a message to a silo names {', '.join(cls._fields)}, but this one has "
                 f"{sorted(head)}, or something else as a number. A Federation makes them."

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jax.typing import ArrayLike
 from numpyro_fed.basics.errors import SiloAwayError
 from numpyro_fed.basics.trees import Tree, drop_weak_types
 from numpyro_fed.data.padding import stacked
-from numpyro_fed.rounds.combine import combine, for_participants
 from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,
@@ -29,9 +28,11 @@ from numpyro_fed.rounds.exchange import (
     Server,
     Silo,
     Up,
+    combine,
+    for_participants,
 )
 from numpyro_fed.rounds.keys import exchange_key, init_keys, server_key, silo_key
-from numpyro_fed.rounds.runtime import Log, RunStatus, Runtime, Single, State
+from numpyro_fed.rounds.runtime import Log, RunStatus, Runtime, State
 from numpyro_fed.rounds.schedules import Schedule, chunk_of, init_schedule, visits
 from numpyro_fed.rounds.silos import Batches, ServerData, Stacks, Watch, num_silos
 from numpyro_fed.rounds.step import (
@@ -57,13 +58,14 @@ def plain_runtime(
 
     def init(key: Array, batches: Batches) -> State:
         key_server, key_silos = init_keys(key)
-        silos = []
-        for silo, data in map(_first, batches):
-            silos.append(_as_stack(init_silo(jax.random.fold_in(key_silos, silo), data)))
-        server, states, carry = drop_weak_types(
-            (init_server(key_server), tuple(silos), init_schedule(schedule, key, len(batches)))
+        silos = tuple(
+            _as_stack(init_silo(jax.random.fold_in(key_silos, silo), data))
+            for silo, data in map(_first, batches)
         )
-        return State(jnp.zeros((), jnp.int32), server, states, carry)
+        carry = init_schedule(schedule, key, len(batches))
+        return drop_weak_types(
+            State(jnp.zeros((), jnp.int32), init_server(key_server), silos, carry)
+        )
 
     def loop(round_: Round, watch: Watch, schedule: Schedule | None = None) -> PlainLoop:
         transport_of = partial(_transport_one_by_one, watch=watch)
@@ -71,21 +73,17 @@ def plain_runtime(
         compiled = replace(compiled_in_parts(round_), exchanges=exchanges)
         return PlainLoop(compiled, schedule, transport_of, algorithm.done)
 
-    advance = loop(algorithm.round, watch, schedule).advance
+    return Runtime(
+        init,
+        loop(algorithm.round, watch, schedule).advance,
+        lambda round_: loop(round_, lambda state: ()).single,
+        transport_of_stacks,
+        chunk_of(schedule),
+    )
 
-    def single(round_: Round) -> Single:
-        return loop(round_, lambda state: ()).single
 
-    return Runtime(init, advance, single, transport_of_stacks, chunk_of(schedule))
-
-
-class RoundDone(NamedTuple):
-    """One round, as the plain loop has run it; ``row`` is its row of the log."""
-
-    state: State
-    loss: float
-    status: RunStatus
-    row: Any
+# The state after a round, its loss, whether it may be kept, and its row of the log.
+RoundDone = tuple[State, float, RunStatus, Any]
 
 
 @dataclass(eq=False)
@@ -113,12 +111,11 @@ class PlainLoop:
         stop: bool = False,
     ) -> tuple[State, Log, RunStatus]:
         """Run up to ``n`` rounds, as :class:`Runtime` says."""
-        losses: list[float] = []
-        logged: list[Any] = []
+        losses, logged = list[float](), list[Any]()
         status = RunStatus(True, np.ones(num_silos(batches), bool))
-        while (
-            len(logged) < n and status.ok and not (stop and self.done and self.done(state.server))
-        ):
+        while len(logged) < n and status.ok:
+            if stop and self.done and self.done(state.server):
+                break
             state, loss, status, row = self.one_round(key, state, batches, server_data)
             losses.append(loss)
             logged.append(row)
@@ -135,8 +132,7 @@ class PlainLoop:
         if self.schedule is not None:
             who_when, carry = self._who_when(key, state.round, state.schedule)
             steps = np.asarray(who_when)
-        loss, ok, good = 0.0, True, np.ones(size, bool)
-        rows: list[Any] = []
+        loss, ok, good, rows = 0.0, True, np.ones(size, bool), list[Any]()
         server, silos, transport = state.server, state.silos, self.transport_of(batches)
         for s, who in enumerate(steps):
             # Numbered as in the compiled loop, so that both draw the same noise.
@@ -174,7 +170,7 @@ class PlainLoop:
             pairs = zip(rows, steps, strict=True)
             rows = [(report, who, nobody) if row is None else row for row, who in pairs]
         after_it = State(state.round + 1, server, silos, carry)
-        return RoundDone(after_it, loss, RunStatus(ok, good), stacked(rows))
+        return after_it, loss, RunStatus(ok, good), stacked(rows)
 
     @cached_property
     def _who_when(self) -> Callable[..., Any]:

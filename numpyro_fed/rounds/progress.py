@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import jax.monitoring
@@ -41,29 +40,19 @@ class Progress:
     def __init__(self, shown: bool):
         self.shows, self._bar = shown, tqdm(disable=True)
 
-    def begin(self, search: bool, max_number: int) -> None:
-        """Begin to show at most ``max_number`` rounds, or exchanges of a search for the mode."""
+    @contextmanager
+    def under_way(self, search: bool, max_number: int) -> Iterator[None]:
+        """Enter a block of at most ``max_number`` rounds, or exchanges of a search for the mode."""
         # How many exchanges a search takes is not known, so that its bar has no total.
         words = dict(desc="search for the mode", unit=" exchanges", leave=False)
         self._bar = tqdm(disable=not self.shows, **(words if search else {"total": max_number}))
+        with self._bar:
+            yield
 
     def step(self, number: int, bound: float) -> None:
         """Show that ``number`` more rounds are done, and the bound."""
         self._bar.update(number)
         self._bar.set_postfix_str(f"bound: {bound:.4f}", refresh=False)
-
-    def end(self) -> None:
-        """End what :meth:`begin` began."""
-        self._bar.close()
-
-    @contextmanager
-    def under_way(self, search: bool, max_number: int) -> Iterator[None]:
-        """Enter a block between :meth:`begin` and :meth:`end`, also where it ends by an error."""
-        self.begin(search, max_number)
-        try:
-            yield
-        finally:
-            self.end()
 
 
 def progress_of(shown: bool | Progress) -> Progress:
@@ -82,7 +71,7 @@ class StageBar(Progress):
     def __init__(self, shown: bool):
         super().__init__(shown)
         line = "{desc} [{elapsed}, {n_fmt} exchanges]"
-        self._stage, self._activity, self._num_done, self._exchanges_before = READING, "", 0, 0
+        self._stage, self._activity, self._num_done = READING, "", 0
         self._bar = tqdm(desc=READING, bar_format=line, disable=not shown)
         self._num_compiling = 0
         self._stop = threading.Event()
@@ -96,12 +85,7 @@ class StageBar(Progress):
             self._clock.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._stop.set()
         if self.shows:
             jax.monitoring.unregister_scalar_listener(self._compiles)
@@ -117,26 +101,24 @@ class StageBar(Progress):
 
     def account(self, exchanges: int) -> None:
         """Show how many messages each silo has sent in all stages that are over."""
-        self._exchanges_before = exchanges
         self._bar.n = exchanges
         self._bar.refresh()
 
-    def begin(self, search: bool, max_number: int) -> None:
-        self._exchanges_before += self._num_done
-        self._num_done = 0
+    @contextmanager
+    def under_way(self, search: bool, max_number: int) -> Iterator[None]:
         rounds = f": round {{}} of {max_number:,}" if max_number else ""
         self._activity = ": search for the mode, exchange {}" if search else rounds
         self._show_activity()
+        try:
+            yield
+        finally:
+            self._num_done = 0
 
     def step(self, number: int, bound: float) -> None:
         self._num_done += number
         self._show_activity()
-        self._bar.n = self._exchanges_before + self._num_done
+        self._bar.n += number
         self._bar.refresh()
-
-    def end(self) -> None:
-        self._exchanges_before += self._num_done
-        self._num_done = 0
 
     def _show_activity(self) -> None:
         """Show the stage and the round or exchange in which it is."""

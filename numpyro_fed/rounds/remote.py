@@ -33,7 +33,6 @@ from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.padding import stacked
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.privacy.masks import MAX_PARTIES
-from numpyro_fed.rounds.combine import combine, for_participants
 from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,
@@ -43,6 +42,8 @@ from numpyro_fed.rounds.exchange import (
     Round,
     Up,
     WhenAway,
+    combine,
+    for_participants,
 )
 from numpyro_fed.rounds.federation import Arrivals, Federation
 from numpyro_fed.rounds.keys import exchange_key, init_keys, server_key
@@ -88,28 +89,18 @@ class Mark(NamedTuple):
         return self._replace(used=used)
 
 
-class Unfinished(NamedTuple):
-    """The question to a silo in an exchange that not all have answered."""
-
-    content: str  # a digest of the message
-    number: int
-    terms: Terms | None  # of a sum
-    reply: bytes | None  # if it came
-
-
 class Channel:
     """The server's connection to the silos of one plan: it numbers and checks messages."""
 
     def __init__(
-        self,
-        federation: Federation,
-        num_silos: int,
-        weights: Sequence[Weights] | None = None,
-        method: str = "",
+        self, federation: Federation, num_silos: int, weights: Sequence[Weights] | None, method: str
     ):
         self.federation, self.num_silos, self._method = federation, num_silos, method
-        # Of an exchange that some silos have not answered, by silo.
-        self._unfinished = dict[int, Unfinished]()
+        # Of an exchange that some silos have not answered, by silo: digests and numbers of the
+        # messages, the terms of a sum, and the replies that came.
+        self._unfinished: tuple[
+            dict[int, str], dict[int, int], Mapping[int, Terms | None], dict[int, bytes]
+        ] = ({}, {}, {}, {})
         self.weights = weights or [(0.0, float(np.finfo(np.float64).max))] * num_silos
         self._numbers: Counter[str] = Counter()
         self.num_asked = 0  # exchanges in which all replies were waited for
@@ -162,35 +153,26 @@ class Channel:
                 exchange=exchange.name,
             )
         self.num_asked += 1
-        number, last = self.next_number(who, mark), self._unfinished
-        asked = dict(zip(who, downs, strict=True))
-        contents = {
-            j: sha256(self.message(j, exchange, key, down, mark, 0)).hexdigest()
-            for j, down in asked.items()
+        number, (before, sent, sums, come) = self.next_number(who, mark), self._unfinished
+        asked = {
+            j: partial(self.message, j, exchange, key, down, mark)
+            for j, down in zip(who, downs, strict=True)
         }
-        same = {j for j in who if j in last and contents[j] == last[j].content}
+        contents = {j: sha256(message()).hexdigest() for j, message in asked.items()}
+        same = {j for j in who if contents[j] == before.get(j)}
         # Under its old number a silo does not compute the reply a second time.
-        numbers = {j: last[j].number if j in same else number for j in who}
-        terms: Mapping[int, Terms | None] = {j: last[j].terms if j in same else None for j in who}
-        answers = {j: reply for j in same if (reply := last[j].reply) is not None}
-        if secure and contents != {j: one.content for j, one in last.items()}:
+        numbers = {j: sent[j] if j in same else number for j in who}
+        terms: Mapping[int, Terms | None] = {j: sums[j] if j in same else None for j in who}
+        answers = {j: come[j] for j in same if j in come}
+        if secure and contents != before:
             terms, answers = self.federation.sum_terms(who), {}
-        messages = {}
-        for j in who:
-            if j not in answers:
-                messages[j] = self.message(j, exchange, key, asked[j], mark, numbers[j])
-                if (sum_ := terms[j]) is not None:
-                    head, arrays = read(messages[j])
-                    messages[j] = write(arrays, {**head, SUM: canonical(sum_)})
+        messages = {j: asked[j](numbers[j], terms[j]) for j in who if j not in answers}
         try:
             found = self.federation.ask(list(messages), list(messages.values()), exchange.name)
         except SiloAwayError as error:
-            come = answers | error.replies
-            self._unfinished = {
-                j: Unfinished(contents[j], numbers[j], terms[j], come.get(j)) for j in who
-            }
+            self._unfinished = contents, numbers, terms, answers | error.replies
             raise
-        self._unfinished = {}
+        self._unfinished = {}, {}, {}, {}
         answers |= dict(zip(messages, found, strict=True))
         return {j: answers[j] for j in who}, mark.after(numbers)
 
@@ -209,13 +191,14 @@ class Channel:
         key: Array,
         down: Down,
         mark: Mark,
-        number: int,
+        number: int = 0,
+        terms: Terms | None = None,
     ) -> bytes:
         """Return the message to a silo, from the state that it had after the last used reply."""
         arrays = {"key": jax.random.key_data(key), **pack("down", down)}
         run, used = mark.run_of(silo), int(mark.used[silo])
         question = Question(*exchange.id, run, number, used, at_silo(self._method, silo))
-        return write(arrays, question.head())
+        return write(arrays, question.head() | ({SUM: canonical(terms)} if terms else {}))
 
     def read(
         self, silo: int, exchange: Exchange[Any, Down, Up], answer: bytes, expected: Expected
@@ -254,25 +237,25 @@ def remote_runtime(
     ``template`` returns zeros of the shapes of one silo's data. Each run begins by the message
     ``begin``.
     """
-    silos = _Remote(algorithm, schedule, template, channel, begin)
-    if channel.federation.secure_sum:
-        for exchange in (x for r in (*algorithm.opening, algorithm.round) for x in r.exchanges):
-            check_summed(exchange)
-        if schedule is not None and (schedule.by_arrival or schedule.size < MIN_SUMMED):
-            raise SumError(
-                "would be over one silo at a time, which is its reply: with secure_sum=True the "
-                "schedule must let two or more take part in each step. Nothing was sent. Take "
-                "schedule='synchronous', which all take part in.",
-                silos=(),
-                exchange=algorithm.round.name,
-            )
-    when_away, missing = algorithm.when_away, channel.federation.missing
-    scales = when_away is WhenAway.SCALE and missing == "reweight"
-    goes_on = when_away is WhenAway.GO_ON or scales
-    parts = silos.prepared(algorithm.round), schedule, silos.transport_of, algorithm.done
-    loop = PlainLoop(*parts, algorithm.watched_away, goes_on)
+    silos, federation = _Remote(algorithm, schedule, template, channel, begin), channel.federation
+    for round_ in (*algorithm.opening, algorithm.round):
+        prepared = silos.prepared(round_)
+    one_by_one = schedule is not None and (schedule.by_arrival or schedule.size < MIN_SUMMED)
+    if federation.secure_sum and one_by_one:
+        raise SumError(
+            "would be over one silo at a time, which is its reply: with secure_sum=True the "
+            "schedule must let two or more take part in each step. Nothing was sent. Take "
+            "schedule='synchronous', which all take part in.",
+            silos=(),
+            exchange=algorithm.round.name,
+        )
+    goes_on = algorithm.when_away is WhenAway.GO_ON
+    if algorithm.when_away is WhenAway.SCALE:
+        goes_on = federation.missing == "reweight"
+    parts = prepared, schedule, silos.transport_of, algorithm.done, algorithm.watched_away
+    loop = PlainLoop(*parts, goes_on)
     if schedule is not None and schedule.by_arrival:
-        loop = ArrivalRounds(*parts, algorithm.watched_away, silos=silos)
+        loop = ArrivalRounds(*parts, silos=silos)
     # One round a call: a chunk that is run again after a failure would ask silos again.
     return Runtime(
         silos.init,
@@ -299,19 +282,16 @@ class _Remote:
 
     def init(self, key: Array, batches: Batches) -> State:
         """Return the first state of a run, which silos begin with it."""
-        key_server, key_silos = init_keys(key)
-        server = jax.jit(self.algorithm.init_server)(key_server)
-        asked, bits = [(self.begin, "", 0)] * self.channel.num_silos, jax.random.key_data(key_silos)
-        return self._state(key, server, self.channel.begin(asked, {"key": bits}))
+        state, bits = self.like(key, batches), jax.random.key_data(init_keys(key)[1])
+        asked = [(self.begin, "", 0)] * self.channel.num_silos
+        return state._replace(silos=(self.channel.begin(asked, {"key": bits}),))
 
     def like(self, key: Array, batches: Batches) -> State:
         """Return a state for its shapes alone; silos begin nothing."""
         size = self.channel.num_silos
         mark = Mark(np.zeros((size, 4), np.uint32), np.zeros(size, np.int32))
-        return self._state(key, self.algorithm.init_server(init_keys(key)[0]), mark)
-
-    def _state(self, key: Array, server: object, mark: Mark) -> State:
-        carry = init_schedule(self.schedule, key, self.channel.num_silos)
+        server = jax.jit(self.algorithm.init_server)(init_keys(key)[0])
+        carry = init_schedule(self.schedule, key, size)
         server, carry = drop_weak_types((server, carry))
         return State(jnp.zeros((), jnp.int32), server, (mark,), carry)
 
@@ -362,18 +342,17 @@ class _Remote:
         last = exchange.id == self.algorithm.round.exchanges[-1].id
         watch = self.watch_reply if last else None
         secure, numbers = self.channel.federation.secure_sum, np.asarray(who).tolist()
+        if isinstance(exchange, StackedExchange) and secure:
+            check_summed(exchange)
         downs = [
             drop_weak_types(for_participants(exchange.scatter, down, i))
             for i in range(len(numbers))
         ]
-        if isinstance(exchange, StackedExchange) and secure:
-            check_summed(exchange)
         expected = self.expected(exchange)
         answers, mark = self.channel.ask(numbers, exchange, noise, downs, silos[0])
         if secure:
-            ranges = [self.channel.weights[j] for j in numbers]
-            allowed = sum(least for least, _ in ranges), sum(most for _, most in ranges)
-            total, ok = sum_of(answers, exchange, expected[0], allowed)
+            least, most = map(sum, zip(*(self.channel.weights[j] for j in numbers), strict=True))
+            total, ok = sum_of(answers, exchange, expected[0], (least, most))
             # What is watched is known of the sum alone: the same for all.
             watched = [watch(total.up) if watch else ()] * len(numbers)
             return Answers(total, ok, (mark,), stacked(watched))
@@ -382,15 +361,6 @@ class _Remote:
         replies = [jax.tree.map(lambda a: a[None], reply) for reply in each]
         ok = jnp.concatenate([reply.ok for reply in replies])
         return Answers(combine(exchange.combine, replies), ok, (mark,), stacked(watched))
-
-
-class UnderWay(NamedTuple):
-    """The messages that are under way between two rounds."""
-
-    state: State  # after the step that sent the last message
-    num_asked: int  # how often the channel had asked anything else
-    arrivals: Arrivals
-    numbers: dict[int, int]  # of the last message to each silo
 
 
 @dataclass(eq=False)
@@ -404,7 +374,9 @@ class ArrivalRounds(PlainLoop):
     """
 
     silos: _Remote = field(kw_only=True)
-    under_way: UnderWay | None = field(default=None, init=False)
+    # Between two rounds: the state after the step that sent the last message, how often the channel
+    # had asked anything else, the messages under way, and the number of the last to each silo.
+    under_way: tuple[State, int, Arrivals, dict[int, int]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         round_ = self.silos.algorithm.round
@@ -420,18 +392,18 @@ class ArrivalRounds(PlainLoop):
         size, expected = channel.num_silos, self.silos.expected(exchange)
         first, rows, loss = int(state.round) * size, list[Any](), 0.0
         before, watch = self.under_way, self.silos.watch_reply
-        if before and before.state is state and before.num_asked == channel.num_asked:
-            way, numbers = before.arrivals, before.numbers
+        key_step = exchange_key(key, first, 0, 1)
+        if before and before[0] is state and before[1] == channel.num_asked:
+            way, numbers = before[2:]
         else:  # nothing is under way from this state: all are asked
-            way, mark = channel.federation.arrivals(exchange.name), state.silos[0]
-            key_next = exchange_key(key, first, 0, 1)
-            numbers = {j: self._send(way, j, key_next, state.server, mark) for j in range(size)}
+            way, mark = Arrivals(channel.federation, exchange.name), state.silos[0]
+            numbers = {j: self._send(way, j, key_step, state.server, mark) for j in range(size)}
         try:
             while len(rows) < size:
                 silo, answer = way.next()
                 reply = channel.read(silo, exchange, answer, expected)
                 stack, who = jax.tree.map(lambda a: a[None], reply), jnp.array([silo])
-                noise = self._noise(server_key(exchange_key(key, first + len(rows), 0, 1)))
+                noise = self._noise(server_key(key_step))
                 replies = (combine(exchange.combine, [stack]),)
                 server, info = self._replayed(state.server, noise, who, None, replies)
                 if not (reply.ok and info.ok):
@@ -441,15 +413,15 @@ class ArrivalRounds(PlainLoop):
                 watched = () if watch is None else jax.tree.map(lambda a: a[None], watch(reply.up))
                 rows.append(jax.tree.map(np.asarray, (info.report, np.array([silo]), watched)))
                 loss += float(info.loss)
-                key_next = exchange_key(key, first + len(rows), 0, 1)
-                numbers[silo] = self._send(way, silo, key_next, server, mark)
+                key_step = exchange_key(key, first + len(rows), 0, 1)
+                numbers[silo] = self._send(way, silo, key_step, server, mark)
         except SilosError as error:
             raise EndedError(state, error.silos) from error
         except (KeyboardInterrupt, ModelError, DataError) as error:
             raise EndedError(state, ()) from error
         state = state._replace(round=state.round + 1)
-        self.under_way = UnderWay(state, channel.num_asked, way, numbers)
-        return RoundDone(state, loss, RunStatus(True, np.ones(size, bool)), stacked(rows))
+        self.under_way = state, channel.num_asked, way, numbers
+        return state, loss, RunStatus(True, np.ones(size, bool)), stacked(rows)
 
     def _send(self, way: Arrivals, silo: int, key: Array, server: object, mark: Mark) -> int:
         """Send a silo the server's message, and return its number."""

@@ -189,15 +189,14 @@ def run_rounds(
                 if callback is not None and looks and callback(run_so_far()):
                     ended = "callback"
                     break
-                if n:
-                    # Processes of one program need not take the same time, and run the same rounds.
-                    alone = jax.process_count() == 1
-                    seconds = time.perf_counter() - started if alone else 0.0
-                    n = (
-                        min(2 * n, runtime.chunk)
-                        if seconds < seconds_each
-                        else max(1, int(n * seconds_each / seconds))
-                    )
+                # Processes of one program need not take the same time, and run the same rounds.
+                alone = jax.process_count() == 1
+                seconds = time.perf_counter() - started if alone else 0.0
+                n = (
+                    min(2 * n, runtime.chunk)
+                    if seconds < seconds_each
+                    else max(1, int(n * seconds_each / seconds))
+                )
     except KeyboardInterrupt:
         failure, ended = None, "interrupted"
     return run_so_far()
@@ -214,14 +213,11 @@ def _finite(
     server: object, silos: Stacks, numbers: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
     """Return whether the server's state is finite, and each silo's (n,) by bucket."""
-
-    def finite_by_silo(stack: object, numbers: Array) -> Array:
-        size = len(numbers)
+    stacks = []
+    for stack, size in zip(silos, map(len, numbers), strict=True):
         leaves = [jnp.isfinite(a).reshape(size, -1).all(1) for a in jax.tree.leaves(stack)]
-        return jnp.stack([jnp.ones(size, bool), *leaves]).all(0)
-
-    stacks = tuple(finite_by_silo(stack, n) for stack, n in zip(silos, numbers, strict=True))
-    return all_finite(server), stacks
+        stacks.append(jnp.stack([jnp.ones(size, bool), *leaves]).all(0))
+    return all_finite(server), tuple(stacks)
 
 
 def _all_finite(state: State, batches: Batches) -> bool:
@@ -232,9 +228,8 @@ def _all_finite(state: State, batches: Batches) -> bool:
 def failed_silos(replies: ArrayLike, silos: Stacks, batches: Batches) -> tuple[int, ...]:
     """Return the silos whose last reply was not good, or whose state is not finite."""
     bad = set(np.flatnonzero(~np.asarray(replies)).tolist())
-    if not silos:
-        return tuple(sorted(bad))
-    numbers = tuple(b.silos for b in batches)
-    for silo, fine in zip(numbers, _finite((), silos, numbers)[1], strict=True):
-        bad.update(np.asarray(silo)[~np.asarray(fine)].tolist())
+    if silos:
+        numbers = tuple(b.silos for b in batches)
+        for silo, fine in zip(numbers, _finite((), silos, numbers)[1], strict=True):
+            bad.update(np.asarray(silo)[~np.asarray(fine)].tolist())
     return tuple(sorted(bad))

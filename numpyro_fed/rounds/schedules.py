@@ -199,10 +199,14 @@ class Given:
                 "equally often."
             )
 
-        def visits(key: Array, round: Array, carry: object) -> tuple[Array, Any]:
-            return jnp.asarray(table)[round % len(table)][None], carry
-
-        return Schedule(1, table.shape[1], lambda key: (), visits, num_silos, ahead=True)
+        return Schedule(
+            steps=1,
+            size=table.shape[1],
+            init=lambda key: (),
+            visits=lambda key, round, carry: (jnp.asarray(table)[round % len(table)][None], carry),
+            num_silos=num_silos,
+            ahead=True,
+        )
 
     def damping(self, num_silos: int) -> float:
         """Return a safe damping: one over the number of participants."""
@@ -297,11 +301,7 @@ class ByArrival:
 
     def build(self, num_silos: int) -> Schedule:
         """Return the schedule for ``num_silos`` silos, whose replies are used as they arrive."""
-
-        def visits(*args: object) -> tuple[Array, Any]:
-            raise TypeError("who takes part is known when replies arrive, and not before.")
-
-        return Schedule(num_silos, 1, lambda key: (), visits, num_silos, by_arrival=True)
+        return Sequential().build(num_silos)._replace(by_arrival=True)
 
     def damping(self, num_silos: int) -> float:
         """Return a safe damping: one over the number of silos, since all work at once."""
@@ -394,27 +394,20 @@ def init_schedule(schedule: Schedule | None, key: Array, num_silos: int) -> Any:
 def visits(schedule: Schedule, key: Array, round: Array, carry: object) -> tuple[Array, Any]:
     """Return who takes part in each step (steps, size), and the schedule's next carry."""
     who, carry = schedule.visits(schedule_key(key), round, carry)
-    if jnp.shape(who) != (schedule.steps, schedule.size):
-        raise ValueError(
-            f"the schedule's visits have shape {jnp.shape(who)}: expected (steps, size) = "
-            f"{(schedule.steps, schedule.size)}."
-        )
     return jnp.asarray(who, jnp.int32), drop_weak_types(carry)
 
 
-def _stateless(
-    num_silos: int,
-    steps: int,
-    size: int,
-    who: Callable[[Array], Array],
-) -> Schedule:
+def _stateless(num_silos: int, steps: int, size: int, who: Callable[[Array], Array]) -> Schedule:
     """Return a schedule without a carry; ``who`` reads the round's key."""
-
-    def visits(key: Array, round: Array, carry: object) -> tuple[Array, Any]:
+    return Schedule(
+        steps,
+        size,
+        lambda key: (),
         # The key is the same in all rounds; the round's own comes from its number.
-        return who(jax.random.fold_in(key, round)).reshape(steps, size), carry
-
-    return Schedule(steps, size, lambda key: (), visits, num_silos, ahead=True)
+        lambda key, round, carry: (who(jax.random.fold_in(key, round)).reshape(steps, size), carry),
+        num_silos,
+        ahead=True,
+    )
 
 
 def _checked_order(num_silos: int, order: ArrayLike | Sequence[int], name: str) -> np.ndarray:

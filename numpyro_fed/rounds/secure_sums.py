@@ -19,8 +19,7 @@ from jax import Array
 
 from numpyro_fed.basics.errors import DataError, ReplyError, SumError
 from numpyro_fed.privacy.masks import decode
-from numpyro_fed.rounds.combine import combine
-from numpyro_fed.rounds.exchange import Combine, Exchange, Replies, Reply
+from numpyro_fed.rounds.exchange import Combine, Exchange, Replies, Reply, combine
 from numpyro_fed.rounds.messages import pack, read
 
 KEYS = "keys"  # the question for a silo's public keys in a session

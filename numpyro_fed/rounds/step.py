@@ -20,16 +20,7 @@ from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
 from numpyro_fed.basics.trees import Numbers
-from numpyro_fed.rounds.combine import combine
-from numpyro_fed.rounds.exchange import (
-    Ask,
-    Down,
-    Exchange,
-    Info,
-    Replies,
-    Round,
-    Up,
-)
+from numpyro_fed.rounds.exchange import Ask, Down, Exchange, Info, Replies, Round, Up, combine
 from numpyro_fed.rounds.keys import exchange_key, silo_key
 from numpyro_fed.rounds.silos import Batches, ServerData, Stacks
 from numpyro_fed.rounds.stacks import StackedExchange
@@ -59,10 +50,7 @@ RoundNoise = tuple[Any, Sequence[Any]]
 
 
 class _Asker:
-    """The function ``ask`` of a round; it refuses exchanges out of order or in a transformation.
-
-    ``answer(number, exchange, down)`` returns the replies to the round's exchange of that number.
-    """
+    """The function ``ask`` of a round; it refuses exchanges out of order or in a transformation."""
 
     def __init__(
         self,
@@ -187,17 +175,8 @@ def compiled_in_parts(round_: Round) -> Round:
     so the round is run from its beginning for each message, on the replies so far, and once more
     for the new state. Rounds are pure, so that every run computes the same numbers.
     """
-
     # jit has one program for each number of replies: n exchanges make n + 1 of them.
-    @jax.jit
-    def compiled(
-        server: object,
-        noise: object,
-        who: Array,
-        server_data: ServerData,
-        replies: Sequence[Replies[Any]],
-    ) -> Any:
-        return replayed_part(round_, server, noise, who, server_data, replies)
+    compiled: Callable[..., Any] = jax.jit(partial(replayed_part, round_))
 
     def run(state: object, noise: object, ask: Ask) -> tuple[Any, Info]:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -232,6 +211,10 @@ class Conversation:
         return up
 
 
+# The keys (n,) of silos in an exchange, from its key and their numbers.
+_keys_of = jax.jit(jax.vmap(silo_key, (None, 0)))
+
+
 def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
     """Return the transport to silos of this process, whose part of the exchange is stacked."""
     numbers = np.concatenate([np.asarray(b.silos) for b in batches])
@@ -255,9 +238,3 @@ def transport_of_stacks(batches: Batches) -> Transport[Any, Stacks]:
         return Answers(combine(exchange.combine, replies, order), ok, tuple(after))
 
     return transport
-
-
-@jax.jit
-def _keys_of(key: Array, silos: Array) -> Array:
-    """Return the keys (n,) of silos in an exchange."""
-    return jax.vmap(partial(silo_key, key))(silos)
