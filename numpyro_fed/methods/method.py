@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import jax
 from jax import Array
 
 from numpyro_fed.basics.errors import (
@@ -118,7 +119,8 @@ class FederatedMethod(ABC, Generic[Outcome]):
         self, path: str | Path, compiled: CompiledMethod, hosted: Silos, part: str = ""
     ) -> tuple[Outcome, dict[str, Any]]:
         """Return the run ``part`` of a file as a result, and its description in the file."""
-        like, made = compiled.initial_state(hosted), compiled.provenance(hosted)
+        like = compiled.runtime.init(jax.random.key(0), hosted.batches)
+        made = compiled.provenance(hosted)
         losses, state, description = load_state(path, compiled.description(), like, made, part)
         return self.result_of(RunOutcome(state, losses, None, None), compiled, hosted), description
 

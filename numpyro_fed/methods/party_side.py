@@ -27,7 +27,7 @@ from numpyro_fed.methods.method import (
     FederatedMethod,
     PlanSize,
 )
-from numpyro_fed.posterior.at_silo import AtSilo, outer_round, sampler_by
+from numpyro_fed.posterior.at_silo import AtSilo, outer_round
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.importance import log_likelihood_exchange
 from numpyro_fed.posterior.leave_out import leave_out_exchange, loo_exchange
@@ -182,7 +182,7 @@ class PartySide(FederatedMethod[Found], Generic[Found, Prepared]):
     def posterior_at(self, plan: Plan, built: Built, settings: Mapping[str, Any]) -> AtSilo:
         """Return the posterior at a silo, by the settings in a message with draws."""
         positive_int("num_draws", number := settings.get("num_draws"))
-        return AtSilo(built, plan.facts, sampler_by(built, settings), int(str(number)))
+        return AtSilo(built, plan.facts, built.sampler(settings), int(str(number)))
 
     def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
         """Return how large a plan is, as a silo's owner sees it."""

@@ -30,8 +30,8 @@ from numpyro_fed.methods.party_side import Found, PartySide, Prepared
 from numpyro_fed.methods.recipe import for_silos, recipe
 from numpyro_fed.methods.start import begin_run, with_or_without_start
 from numpyro_fed.posterior.built import CompiledMethod
-from numpyro_fed.posterior.communication import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.posterior.result import Result
+from numpyro_fed.posterior.run import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.rounds.exchange import AnyAlgorithm
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.keys import typed_key

@@ -38,13 +38,7 @@ from numpyro_fed.rounds.messages import unpack
 from numpyro_fed.rounds.names import OUTER_LATENTS
 from numpyro_fed.rounds.runtime import failed_silos
 from numpyro_fed.text.facts import Facts
-from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import shape_of_draws
-
-
-def sampler_by(built: Built, settings: Mapping[str, Any]) -> Sampler:
-    """Return the sampling functions of a fit, or those of its correction, from settings."""
-    return built.sampler(Integration.of(settings) if "nodes" in settings else None)
 
 
 class Held(NamedTuple):
@@ -162,7 +156,7 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
     have the arrays :data:`DRAWS` and :data:`KEYS`.
     """
     fm, fitted, rows = built.model, built.algorithm, settings["rows"]
-    sampler, sites = sampler_by(built, settings), outer_sites(fm)
+    sampler, sites = built.sampler(settings), outer_sites(fm)
 
     def silo(
         noise: object, down: LatentsQuestion, state: object, data: SiloData

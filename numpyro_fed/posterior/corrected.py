@@ -355,4 +355,4 @@ def on_supports(sampler: Sampler, result: Result, z_G: np.ndarray) -> dict[str, 
 def sampler_of(fit: CompiledMethod, integration: Integration) -> Sampler:
     """Return the sampling functions, with locals drawn by weight."""
     settings = json.dumps(integration.settings)
-    return fit.cached(("sampler", settings), lambda: fit.built.sampler(integration))
+    return fit.cached(("sampler", settings), lambda: fit.built.sampler(integration.settings))

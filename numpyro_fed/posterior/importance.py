@@ -35,8 +35,12 @@ from numpyro_fed.guides.objectives import (
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.corrected import Corrected, on_supports, sampler_of
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.verdict import TOLERANCE, check_accuracy
-from numpyro_fed.posterior.weighted_draws import unless_interrupted, until_interrupted
+from numpyro_fed.posterior.weighted_draws import (
+    TOLERANCE,
+    check_accuracy,
+    unless_interrupted,
+    until_interrupted,
+)
 from numpyro_fed.rounds.keys import generator
 from numpyro_fed.rounds.names import IMPORTANCE
 from numpyro_fed.rounds.progress import in_sight
@@ -290,7 +294,7 @@ class Weighing:
         ``from_own`` (n,) marks the draws that are not from wider distributions: those of the fit's
         guide or, with a ``pool``, of mixtures in its place.
         """
-        fit = self.result._fit
+        fit, factors = self.result._fit, self.result._fit.built.factors
         weights = Weights.of(log_weights)
         # With locals a silo's estimate may be noisy itself,
         # so that a jump between neighbours shows nothing.
@@ -314,7 +318,7 @@ class Weighing:
         found = moments(z_G, weights.values, from_own, of_fit)
         rounding = Rounding.of(z_G, weights.values, log_weights, found.mean, found.sd)
         return Corrected(
-            log_evidence=None if fit.factors and fit.factors.has_loss else log_evidence,
+            log_evidence=None if factors and factors.has_loss else log_evidence,
             ess=weights.ess,
             pareto_k=weights.pareto_k,
             weights=weights.values,
@@ -467,7 +471,7 @@ def check_weighable(fit: CompiledMethod) -> None:
     """Raise an error for a fit whose posterior is not proportional to a joint density."""
     if fit.built.protected:
         raise ModelError(fit.built.protected)
-    if fit.factors is not None and fit.factors.has_divergence:
+    if fit.built.factors is not None and fit.built.factors.has_divergence:
         raise ValueError(
             "this fit's divergence is not KL, so that its posterior is no prior times likelihood: "
             "weights would turn it into the ordinary posterior. Correct a fit with "

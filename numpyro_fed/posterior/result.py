@@ -20,9 +20,8 @@ from numpyro_fed.basics.precision import in_precision_of_object
 from numpyro_fed.data.silo_data import Sizes
 from numpyro_fed.numerics.gaussian import Curvature
 from numpyro_fed.posterior.at_silo import told_by_silos
-from numpyro_fed.posterior.communication import Communication, communication
 from numpyro_fed.posterior.posterior import Posterior
-from numpyro_fed.posterior.run import FederatedRun
+from numpyro_fed.posterior.run import Communication, FederatedRun, communication
 from numpyro_fed.posterior.sampler import Sampler, real_rows
 from numpyro_fed.posterior.saving import SavedRun, SavedWords
 from numpyro_fed.rounds.exchange import Exchange, Up

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -125,26 +123,25 @@ class Sampler:
         """
         rows = sum(self.model.sizes(jax.tree.map(lambda a: a[0], data)).values())
         few = len(keys) * len(z_G) * rows <= FEW_DRAWN
-        return self._of_silos[not few](keys, theta, privates, z_G, coords, data)
+        draw = self._compiled_quickly if few else self._compiled_well
+        return draw(keys, theta, privates, z_G, coords, data)
 
-    @cached_property
-    def _of_silos(self) -> tuple[Callable[..., dict[str, Array]], ...]:
-        """Return the program of :meth:`draw_silos` compiled quickly, and well."""
+    def _each_silo(
+        self,
+        keys: Array,
+        theta: Theta,
+        privates: Private,
+        z_G: Array,
+        coords: Coordinates,
+        data: SiloData,
+    ) -> dict[str, Array]:
+        return jax.lax.map(
+            lambda one: self.draw_silo(one[0], theta, one[1], z_G, coords, one[2]),
+            (keys, privates, data),
+        )
 
-        def silos(
-            keys: Array,
-            theta: Theta,
-            privates: Private,
-            z_G: Array,
-            coords: Coordinates,
-            data: SiloData,
-        ) -> dict[str, Array]:
-            return jax.lax.map(
-                lambda one: self.draw_silo(one[0], theta, one[1], z_G, coords, one[2]),
-                (keys, privates, data),
-            )
-
-        return jit_once(silos), jax.jit(silos)
+    _compiled_quickly = compiled_method(jit_once)(_each_silo)
+    _compiled_well = compiled_method()(_each_silo)
 
 
 def real_rows(z_L: Rows, size: Sizes, n: int) -> Rows:

@@ -60,15 +60,16 @@ class Provenance:
 
     def check_order(self, record: Mapping[str, Any]) -> None:
         """Raise an error if the parties are those of the fit in another order."""
-        saved, present = record["digests"], self._digests(record["salt"])
-        if set(saved) != set(present) or saved == present:
+        saved, present = (
+            {name: tuple(sorted(arrays.items())) for name, arrays in parties.items()}
+            for parties in (record["digests"], self._digests(record["salt"]))
+        )
+        if saved.keys() != present.keys() or sorted(saved.values()) != sorted(present.values()):
             return
-        sorted_digests = [sorted(map(_joined, digests.values())) for digests in (saved, present)]
-        if sorted_digests[0] != sorted_digests[1]:
+        owner = {digests: name for name, digests in saved.items()}
+        moved = {name: owner[here] for name, here in present.items() if saved[name] != here}
+        if not moved:
             return
-        owner = {_joined(digests): name for name, digests in saved.items()}
-        moved = {name: owner[_joined(digests)] for name, digests in present.items()}
-        moved = {name: was for name, was in moved.items() if saved[name] != present[name]}
         if len(moved) == 2:
             kind, first = next(iter(moved)).rsplit(" ", 1)
             second = list(moved)[1].rsplit(" ", 1)[-1]
@@ -128,10 +129,6 @@ class Provenance:
                 digest = hashlib.blake2b(raw, key=bytes.fromhex(salt), digest_size=8)
                 found[owner][name] = digest.hexdigest()
         return found
-
-
-def _joined(digests: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={digest}" for name, digest in sorted(digests.items()))
 
 
 # The version of the form of a state: higher where a state's leaves change.

@@ -24,10 +24,8 @@ from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.importance import importance_correct
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.reference.nuts_result import NutsResult
+from numpyro_fed.reference.nuts_result import ROUNDING, NutsResult
 
-# A spread below this share of the mean is rounding: such elements are constants.
-ROUNDING = 1e-5
 # Effective draws below which NUTS is no reference: its own error of a mean is 0.05 sd at 400.
 MIN_EFFECTIVE = 400
 ABSENT = "-"  # in a table, where there is nothing to compare
