@@ -274,8 +274,8 @@ def test_names_that_do_not_fit_are_refused(fitted, labels, words):
         fitted.to_arviz(KEY, 20, **labels)
 
 
-U = Named(np.zeros((1, 9, 6, 2)), ("hospital",), {"hospital": np.arange(6)})
-BETA = Named(np.zeros((1, 9, 3)))
+U = Named(np.zeros((9, 6, 2)), ("hospital",), {"hospital": np.arange(6)})
+BETA = Named(np.zeros((9, 3)))
 
 
 @pytest.mark.parametrize(

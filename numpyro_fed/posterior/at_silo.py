@@ -49,14 +49,6 @@ class Held(NamedTuple):
     data: SiloData
 
 
-def local_draws(
-    built: Built, sampler: Sampler, key: Array, down: GlobalDraws, state: object, data: SiloData
-) -> dict[str, Array]:
-    """Return local sites (n, ...) at the server's draws of the globals, made at the silo."""
-    private, coordinates = built.algorithm.private(state), down.in_frame
-    return sampler.draw_silo(key, down.theta, private, down.z_G, coordinates, data)
-
-
 @dataclass(frozen=True, eq=False)
 class AtSilo:
     """The posterior at a silo, by draws of the globals that the server has sent.
@@ -88,8 +80,9 @@ class AtSilo:
         down = unpack("down", self._like, arrays)
         sites = self.sampler.constrain_globals(down.theta, down.z_G)
         key_silo = jax.random.fold_in(jax.random.fold_in(key, 1), silo.number)
-        args = self.sampler, key_silo, down, silo.state, silo.data
-        return sites | local_draws(self.built, *args)
+        private, frame = self.built.algorithm.private(silo.state), down.in_frame
+        draw = self.sampler.draw_silo
+        return sites | draw(key_silo, down.theta, private, down.z_G, frame, silo.data)
 
     def predict(
         self,
@@ -161,20 +154,20 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
     def silo(
         noise: object, down: LatentsQuestion, state: object, data: SiloData
     ) -> tuple[Reply[SharedLatents], object]:
-        key = jax.random.wrap_key_data(down.keys)
-        found = local_draws(built, sampler, key, down.draws, state, data)
-        sizes = fm.sizes(data)
+        key, draws, sizes = jax.random.wrap_key_data(down.keys), down.draws, fm.sizes(data)
+        private, frame = fitted.private(state), draws.in_frame
+        found = sampler.draw_silo(key, draws.theta, private, draws.z_G, frame, data)
         values: dict[str, Array] = {}
         for s in sites:
-            draws, axis = found[s.name], 1 + (s.axis or 0)
-            more = rows[str(s.plate)] - draws.shape[axis]
+            own, axis = found[s.name], 1 + (s.axis or 0)
+            more = rows[str(s.plate)] - own.shape[axis]
             if more < 0:
                 raise ModelError(
-                    f"'{s.name}' has {draws.shape[axis]} rows here, and the server expects at most "
+                    f"'{s.name}' has {own.shape[axis]} rows here, and the server expects at most "
                     f"{rows[str(s.plate)]}. Server and silos must have agreed on the same plan."
                 )
-            pads = [(0, more if i == axis else 0) for i in range(draws.ndim)]
-            values[s.name] = jnp.pad(draws, pads)
+            pads = [(0, more if i == axis else 0) for i in range(own.ndim)]
+            values[s.name] = jnp.pad(own, pads)
         plates = {str(s.plate): jnp.asarray(sizes[str(s.plate)]) for s in sites}
         return Reply(SharedLatents(values, plates), jnp.array(True)), state
 

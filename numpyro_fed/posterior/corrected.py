@@ -192,9 +192,16 @@ class Corrected(Posterior, WeightedDraws[Result]):
                     key, self.result, MORE_DRAWS, None, own, wider=WIDER, earlier=earlier
                 )
                 found = more._left_out_by(len(more.weights))
+                # Rows of these silos are taken from it where its tails are lighter.
+                taken = np.isin(np.arange(len(table.pareto_k)), silos)
+                taken &= ~(table.pareto_k <= found.pareto_k)
                 sent = more.num_exchanges - (self.num_exchanges if self.pool else 0)
-                found = replace(found, num_exchanges=found.num_exchanges + sent)
-                table = table.better_of(found, silos)
+                table = LeaveOut(
+                    np.where(taken, found.log_density, table.log_density),
+                    np.where(taken, found.pareto_k, table.pareto_k),
+                    np.where(taken, found.shift, table.shift),
+                    table.num_exchanges + found.num_exchanges + sent,
+                )
         # Silos need not tell their parabolas, or cannot: then some rows stay unknown.
         except (ModelError, NonFiniteError) as error:
             return replace(first, reason=str(error))

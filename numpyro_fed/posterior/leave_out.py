@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -128,16 +128,6 @@ class LeaveOut:
     def unknown(self) -> tuple[int, ...]:
         """Return the silos whose numbers are not known, since a few draws carry the ratios."""
         return tuple(np.flatnonzero(~(self.pareto_k <= MAX_K)).tolist())
-
-    def better_of(self, other: LeaveOut, silos: Sequence[int]) -> LeaveOut:
-        """Return the table with some silos' rows from another one, where its tails are lighter."""
-        taken = np.isin(np.arange(len(self.pareto_k)), silos) & ~(self.pareto_k <= other.pareto_k)
-        return LeaveOut(
-            np.where(taken, other.log_density, self.log_density),
-            np.where(taken, other.pareto_k, self.pareto_k),
-            np.where(taken, other.shift, self.shift),
-            self.num_exchanges + other.num_exchanges,
-        )
 
     def to_frame(self) -> Any:
         """Return the table as a pandas DataFrame, a row for each silo."""

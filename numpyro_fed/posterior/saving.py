@@ -281,12 +281,13 @@ def load_state(
 
 def _plain_numbers(leaf: Array) -> np.ndarray:
     """Return a leaf as an array that npz can hold: the data of a key, the bits of a bfloat16."""
-    numbers = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    numbers = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
     return numbers.view(f"u{numbers.dtype.itemsize}") if numbers.dtype.kind == "V" else numbers
 
 
 def _restored(leaf: Array, numbers: np.ndarray, name: str) -> Array:
-    if _is_key(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jnp.asarray(numbers), impl=jax.random.key_impl(leaf))
     numbers = numbers.view(leaf.dtype)
     real = jnp.issubdtype(numbers.dtype, jnp.inexact)
@@ -297,10 +298,6 @@ def _restored(leaf: Array, numbers: np.ndarray, name: str) -> Array:
             "saved, or run the fit again."
         )
     return jnp.asarray(numbers)
-
-
-def _is_key(leaf: Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _named_leaves(tree: object) -> list[tuple[str, Array]]:

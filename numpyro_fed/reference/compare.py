@@ -245,10 +245,10 @@ class Comparison:
         head, *rows = self._cells()
         return "".join([display.html_table(head, rows), *map(display.html_words, self._note())])
 
-    def plot(self, *, label: str = "federated", max_panels: int = 24) -> Any:
+    def plot(self, *, label: str = "federated") -> Any:
         """Return a matplotlib figure of the globals' marginal densities, over those of NUTS.
 
-        Needs the extra ``examples``. At most ``max_panels`` elements are drawn, in order.
+        Needs the extra ``examples``. At most 24 elements are drawn, in order.
         """
         elements = [
             (name, i)
@@ -256,7 +256,7 @@ class Comparison:
             for i in np.ndindex(draws.shape[1:])
             if not _constant(draws)[i]
         ]
-        shown = elements[:max_panels]
+        shown = elements[: display.MOST_PANELS]
         figure, axes = display.panels(len(shown))
         handles: list[Any] = []
         for axis, (name, i) in zip(axes, shown, strict=True):

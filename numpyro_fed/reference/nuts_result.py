@@ -199,20 +199,20 @@ class NutsResult(Posterior):
     @cached_property
     @in_precision_of_object
     def _rows_left_out(self) -> Loo:
-        arviz, run, chains = optional("arviz"), self.run_behind, self.globals
+        arviz, run = optional("arviz"), self.run_behind
         effective = [float(np.nanmin(e)) for e in self.ess().values() if np.isfinite(e).any()]
         refuse_parameters_of_rows(run._fit.model)
         by_silo = self._log_likelihoods(self.samples)
         values = [np.concatenate(list(by_plate.values()), 1) for by_plate in by_silo]
         joined = np.concatenate(values, 1)
-        shape = next(iter(chains.values())).shape[:2] if chains else (1, len(joined))
-        posterior = {k: Named(v) for k, v in chains.items()} or {ROWS: Named(np.zeros(shape))}
-        density_of = {"y": Named(joined.reshape(*shape, joined.shape[1]), (ROWS,))}
-        data = chains_to_arviz({POSTERIOR: posterior, LOG_LIKELIHOOD: density_of})
+        draws = self.sites_of(None) or {ROWS: np.zeros(len(joined))}
+        posterior = {k: Named(v) for k, v in draws.items()}
+        groups = {POSTERIOR: posterior, LOG_LIKELIHOOD: {"y": Named(joined, (ROWS,))}}
+        data = chains_to_arviz(groups, num_chains=self.num_chains)
         with warnings.catch_warnings():
             # Of k-hats above 0.7, which the table counts.
             warnings.simplefilter("ignore", UserWarning)
-            found = arviz.loo(data, pointwise=True, reff=None if chains else 1.0)
+            found = arviz.loo(data, pointwise=True, reff=None if self.globals else 1.0)
         early = arviz.__version__.startswith("0.")
         density = np.asarray(found["loo_i"] if early else found["elpd_i"], np.float64)
         k = np.asarray(found["pareto_k"], np.float64)
@@ -358,8 +358,7 @@ class NutsResult(Posterior):
     @cached_property
     def samples(self) -> dict[str, np.ndarray]:
         """Return all sites on their supports, chains joined; ``b`` of silo j is ``silo_{j}/b``."""
-        joined = {k: join_chains(v) for k, v in self.globals.items()}
-        return joined | self._locals()
+        return self.sites_of(None) | self._locals()
 
     @cached_property
     def monte_carlo_error(self) -> float:
