@@ -109,8 +109,7 @@ class Built:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rounds = (*self.opening, self.algorithm.round, *self.later_rounds)
-        times = Counter(exchange.name for round_ in rounds for exchange in round_.exchanges)
+        times = Counter(exchange.name for round_ in self.rounds for exchange in round_.exchanges)
         # A silo in another process knows what it is asked for by the name alone.
         taken = sorted(name for name, n in times.items() if n > 1 or name in (*BEGINNINGS, GO_ON))
         if taken:
@@ -148,14 +147,15 @@ class Built:
             return Sampler(self.model, self.guide, bound)
         integration = Integration.of(settings)
         bound = integration.bound(self.model, self.guide)
-        return Sampler(self.model, self.guide, bound, integration)
+        return Sampler(self.model, self.guide, bound, integration.settings)
 
     @property
-    def later_rounds(self) -> tuple[Round, ...]:
-        """Return the evaluation of PVI, if silos answer it, or no round."""
+    def rounds(self) -> tuple[Round, ...]:
+        """Return all rounds of a run, and the evaluation of PVI, if silos answer it."""
+        rounds = (*self.opening, self.algorithm.round)
         if self.factors is None or self.protected:
-            return ()
-        return (Round((self.factors.evaluation,)),)
+            return rounds
+        return (*rounds, Round((self.factors.evaluation,)))
 
     def opening_exchanges(self, start: object) -> dict[str, int]:
         """Return how often each exchange took place before the first round, by name.
@@ -191,7 +191,7 @@ class Built:
 
     def round_of(self, name: str) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
         """Return the round that declares the exchange ``name``, and the algorithm of its states."""
-        for round_ in (*self.opening, self.algorithm.round, *self.later_rounds):
+        for round_ in self.rounds:
             if name in {x.name for x in round_.exchanges}:
                 searches = round_.name in {x.name for x in self.search_rounds}
                 return round_, self.first_algorithm if searches else self.algorithm

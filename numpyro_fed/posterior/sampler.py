@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,7 +19,6 @@ from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.states import Private, Shared
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
-from numpyro_fed.weigh.integration import Integration
 
 # Draws x rows up to which silos' latents are drawn by a program with few optimisations: running it
 # takes less time than more of them would.
@@ -29,19 +29,14 @@ FEW_DRAWN = 1e6
 class Sampler:
     """The compiled sampling functions of a fit; draws run along the leading axis.
 
-    A silo's locals are drawn by ``bound``. ``integration`` is how a correction integrates them;
-    None for a fit, which draws them by its own bound.
+    A silo's locals are drawn by ``bound``. ``settings``, as JSON, are those of a correction, from
+    which a silo elsewhere makes the same functions; empty for a fit.
     """
 
     model: FederatedModel
     guide: Guide
     bound: Bound
-    integration: Integration | None = None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return the settings, as JSON, from which a silo elsewhere makes the same functions."""
-        return {} if self.integration is None else self.integration.settings
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @compiled_method(jit_once, static_argnums=2)
     def draw_globals(self, key: Array, shared: Shared, n: int) -> tuple[Array, Array]:
