@@ -209,7 +209,7 @@ def _same_program(name: str, fits: dict[str, Run]) -> Run | None:
     """The fit of another setting that comes to the same program, if there is one."""
     if name == "PVI factor" and "PVI exact" in fits:
         exact = fits["PVI exact"]
-        return exact if exact.fit._fit.factors.globals.prior_outside is None else None
+        return exact if exact.fit._fit.built.factors.globals.prior_outside is None else None
     if name == "PVI Optax" and "PVI factor" in fits:
         factor = fits["PVI factor"]
         return factor if factor.fit.plan.chosen["local"].startswith("Optax") else None

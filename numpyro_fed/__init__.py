@@ -33,12 +33,12 @@ from numpyro_fed.methods.columns import levels, moments
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import Silo
 from numpyro_fed.numerics import barycenters, divergences, expfam, losses
-from numpyro_fed.posterior.communication import Communication, Cost
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.importance import importance_correct
 from numpyro_fed.posterior.particles import Particles, Tempered
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.result import Result
+from numpyro_fed.posterior.run import Communication, Cost
 from numpyro_fed.privacy.budget import Privacy, PrivacyWarning, Spent
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.pvi.recipes import (

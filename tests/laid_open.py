@@ -134,7 +134,7 @@ class LaidOpen:
     def result(self, state: Any = None) -> Any:
         """The result of no rounds in a state; in the first one unless told."""
         if state is None:
-            state = self.fit.initial_state(self.held)
+            state = self.first_state(jax.random.key(0))
         return nf.Result(np.zeros(0), state, self.fit, self.held)
 
     def begun(self, key: jax.Array) -> VerticalResult:

@@ -7,10 +7,13 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-
 import numpyro_fed as nf
-from numpyro_fed.after.arviz import Labels, Named, chains_to_arviz
-from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.after.arviz import Labels
+from numpyro_fed.after.arviz import Named
+from numpyro_fed.after.arviz import chains_to_arviz
+from numpyro_fed.basics.errors import DataError
+from numpyro_fed.basics.errors import ModelError
+
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -275,8 +278,8 @@ def test_names_that_do_not_fit_are_refused(fitted, labels, words):
         fitted.to_arviz(KEY, 20, **labels)
 
 
-U = Named(np.zeros((1, 9, 6, 2)), ("hospital",), {"hospital": np.arange(6)})
-BETA = Named(np.zeros((1, 9, 3)))
+U = Named(np.zeros((9, 6, 2)), ("hospital",), {"hospital": np.arange(6)})
+BETA = Named(np.zeros((9, 3)))
 
 
 @pytest.mark.parametrize(

@@ -6,29 +6,33 @@ Beside draws there are further groups: predictions, densities, and the data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
-
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
 import jax
 import numpy as np
 from jax import Array
-
-from numpyro_fed.after.own_rows import (
-    ALL,
-    OWN_ROWS,
-    Run,
-    WhichSilo,
-    chosen_silos,
-    drawn_from_prior,
-    outcomes_and_rows,
-)
+from numpyro_fed.after.own_rows import ALL
+from numpyro_fed.after.own_rows import OWN_ROWS
+from numpyro_fed.after.own_rows import Run
+from numpyro_fed.after.own_rows import WhichSilo
+from numpyro_fed.after.own_rows import chosen_silos
+from numpyro_fed.after.own_rows import drawn_from_prior
+from numpyro_fed.after.own_rows import outcomes_and_rows
 from numpyro_fed.after.predict import SEEN
 from numpyro_fed.after.questions import Questions
 from numpyro_fed.after.sensitivity import log_prior_on_supports
-from numpyro_fed.basics.errors import DataError, ModelError, optional
+from numpyro_fed.basics.errors import DataError
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.basics.errors import optional
 from numpyro_fed.basics.programs import precision
 from numpyro_fed.data.padding import arrays_with_rows
 from numpyro_fed.text.log_density import axes_of
+
+
 
 POSTERIOR, LOG_LIKELIHOOD, LOG_PRIOR = "posterior", "log_likelihood", "log_prior"
 ROW = "row"  # the name of the axis of rows
@@ -111,53 +115,35 @@ def groups_to_arviz(
             f"groups={asked}: '{unknown[0]}' is none of {list(GROUPS)}. Pass some of these, "
             f"or groups='{ALL}'."
         )
-    asked = [name for name in asked if name != POSTERIOR]
-
-    def sample(key: Array, n: int) -> dict[str, Any]:
-        draws = posterior.sample_posterior(key, n, silo=silo)
-        if silo is None:
-            return dict(draws)
-        # The rows of latents are numbered over all silos, from 0 on: an effect of each hospital
-        # has the hospital's number. Axes have the names of plates.
-        run, found = posterior.run_behind, dict[str, Any](draws)
-        for s in run._fit.model.sites:
-            if s.kind != "latent" or s.plate is None or s.name not in draws:
+    n, key = _number_and_key(num_samples, worth, key)
+    run, draws = posterior.run_behind, posterior.sample_posterior(key, n, silo=silo)
+    named = {name: Named(np.asarray(value)) for name, value in draws.items()}
+    # The rows of latents are numbered over all silos, from 0 on: an effect of each hospital has the
+    # hospital's number. Axes have the names of plates.
+    for s in run._fit.model.sites:
+        if silo is None or s.kind != "latent" or s.plate is None or s.name not in draws:
+            continue
+        values, along = named[s.name].values, s.axis or 0
+        axis, numbers = axis_name(s.plate), np.arange(values.shape[1 + along])
+        if silo != ALL:
+            chosen = chosen_silos(silo, run.num_silos)
+            sizes = [run._hosted(j).sizes_of(j)[s.plate] for j in range(max(chosen) + 1)]
+            ends = np.cumsum([0, *sizes])
+            numbers = np.concatenate([np.arange(ends[j], ends[j + 1]) for j in chosen])
+        axes = *(f"{s.name}_dim_{i}" for i in range(along)), axis
+        named[s.name] = Named(values, axes, {axis: numbers})
+    found = {POSTERIOR: named}
+    with precision(double=posterior.double):
+        for group in [name for name in asked if name != POSTERIOR]:
+            try:
+                of_group = _values(posterior, key, n, group)
+            except (DataError, ModelError):
+                if not everything:
+                    raise
                 continue
-            values, along = np.asarray(draws[s.name]), s.axis or 0
-            axis, numbers = axis_name(s.plate, ()), np.arange(values.shape[1 + along])
-            if silo != ALL:
-                chosen = chosen_silos(silo, run.num_silos)
-                sizes = [run._hosted(j).sizes_of(j)[s.plate] for j in range(max(chosen) + 1)]
-                ends = np.cumsum([0, *sizes])
-                numbers = np.concatenate([np.arange(ends[j], ends[j + 1]) for j in chosen])
-            axes = [*(f"{s.name}_dim_{i}" for i in range(along)), axis]
-            found[s.name] = Named(values, tuple(axes), {axis: numbers})
-        return found
-
-    def more(key: Array, n: int) -> dict[str, Group]:
-        found: dict[str, Group] = {}
-        with precision(double=posterior.double):
-            for group in asked:
-                try:
-                    values = _values(posterior, key, n, group)
-                except (DataError, ModelError):
-                    if not everything:
-                        raise
-                    continue
-                if values or not everything:
-                    found[group] = values
-        return found
-
-    return to_arviz(
-        sample,
-        key,
-        num_samples,
-        worth=worth,
-        num_chains=num_chains,
-        attributes=attributes,
-        more=more if asked else None,
-        labels=labels,
-    )
+            if of_group or not everything:
+                found[group] = of_group
+    return chains_to_arviz(found, labels, num_chains=num_chains, attributes=attributes)
 
 
 def _values(posterior: Questions, key: Array, n: int, group: str) -> Group:
@@ -201,8 +187,7 @@ class Rows:
     def axis_name(self, plate: str) -> str:
         """Return the name of the axis that runs along a plate."""
         of_rows = plate in self.plates.values()
-        name = ROW if self.single and of_rows else plate
-        return axis_name(name, self.taken)
+        return axis_name(ROW if self.single and of_rows else plate, self.taken)
 
     def seen(self, silo: int, plate: str) -> np.ndarray:
         """Return which rows of a plate have any outcome (rows,) at a silo."""
@@ -257,7 +242,7 @@ class Rows:
         return found
 
 
-def axis_name(name: str, taken: Collection[str]) -> str:
+def axis_name(name: str, taken: Collection[str] = ()) -> str:
     """Return the name of an axis, which is that of no variable: ArviZ takes none."""
     return f"{name}_dim" if name in taken or name in OF_DRAWS else name
 
@@ -267,53 +252,53 @@ def to_arviz(
     key: Array | None,
     num_samples: int,
     *,
-    worth: float = math.inf,
+    worth: float,
+    attributes: Mapping[str, float | str] | None,
+    labels: Labels,
+) -> Any:
+    """Return the draws ``sample(key, n)``, {site: (n, *shape)}, as an ArviZ object.
+
+    The weighted draws behind them are ``worth`` so many even ones.
+    """
+    n, key = _number_and_key(num_samples, worth, key)
+    named = {name: Named(np.asarray(value)) for name, value in sample(key, n).items()}
+    return chains_to_arviz({POSTERIOR: named}, labels, attributes=attributes)
+
+
+def _number_and_key(num_samples: int, worth: float, key: Array | None) -> tuple[int, Array]:
+    """Return how many draws ArviZ gets, at most as many as they are worth, and their key."""
+    # Draws that are resampled by weights repeat, and ArviZ counts a repeated draw as several.
+    return max(1, int(min(num_samples, worth))), jax.random.key(0) if key is None else key
+
+
+def chains_to_arviz(
+    groups: Mapping[str, Group],
+    labels: Labels | None = None,
+    *,
     num_chains: int = 1,
     attributes: Mapping[str, float | str] | None = None,
-    more: Callable[[Array, int], Mapping[str, Mapping[str, Named]]] | None = None,
-    labels: Labels | None = None,
 ) -> Any:
-    """Return draws as ArviZ's ``DataTree``, or its ``InferenceData`` before ArviZ 1.
+    """Return groups as ArviZ's ``DataTree``, or its ``InferenceData`` before ArviZ 1.
 
-    Draws that are resampled by weights repeat, and ArviZ counts a repeated draw as several. So
-    there are at most as many draws as the weighted ones are worth.
-
-    ``sample(key, n)`` returns {site: (n, *shape)}, arrays or :class:`Named`, whose weighted draws
-    are ``worth`` so many even ones, and whose chains stand one after the other; ``key`` None is
-    ``jax.random.key(0)``. ``attributes`` are those of the group ``posterior``. ``more(key, n)``
-    returns further groups, {group: {name: values}}.
+    Draws (n, ...) are those of ``num_chains`` chains, one after the other. ``attributes`` are those
+    of the group ``"posterior"``, which is one of them.
     """
-    n = max(1, int(min(num_samples, worth)))
-    key = jax.random.key(0) if key is None else key
-    drawn = {
-        name: value if isinstance(value, Named) else Named(np.asarray(value))
-        for name, value in sample(key, n).items()
-    }
-    groups: dict[str, Mapping[str, Named]]
-    groups = {POSTERIOR: drawn, **({} if more is None else more(key, n))}
-    for group in groups.keys() - OF_DATA:
-        groups[group] = {
-            k: v._replace(values=v.values.reshape(num_chains, -1, *v.values.shape[1:]))
-            for k, v in groups[group].items()
-        }
-    data = chains_to_arviz(groups, labels)
-    data[POSTERIOR].attrs.update(attributes or {})
-    return data
-
-
-def chains_to_arviz(groups: Mapping[str, Mapping[str, Named]], labels: Labels | None = None) -> Any:
-    """Return groups of draws (chains, n, ...), of which ``"posterior"`` is one, for ArviZ."""
     arviz = optional("arviz")
     early = arviz.__version__.startswith("0.")
     data: Any = None
     labels = labels or Labels.of(None, None)
     # An argument may have the name of a latent, but has rows.
-    others = {k: v for k, v in labels.dims.items() if k not in groups.get(POSTERIOR, {})}
+    others = {k: v for k, v in labels.dims.items() if k not in groups[POSTERIOR]}
     # One group at a time: a variable has other axes in each.
     for group, values in groups.items():
-        whole = {group: {k: v.values for k, v in values.items()}}
+        chained = dict(values)
+        if group not in OF_DATA:
+            for name, (draws, *_) in values.items():
+                by_chain = draws.reshape(num_chains, -1, *draws.shape[1:])
+                chained[name] = values[name]._replace(values=by_chain)
+        whole = {group: {k: v.values for k, v in chained.items()}}
         here = labels._replace(dims=others) if group == CONSTANT_DATA else labels
-        axes: dict[str, Any] = axes_in(group, values, here)
+        axes: dict[str, Any] = axes_in(group, chained, here)
         if early and group == LOG_PRIOR:  # a group that from_dict does not know there
             data.add_groups(whole, **axes)
             continue
@@ -326,6 +311,7 @@ def chains_to_arviz(groups: Mapping[str, Mapping[str, Named]], labels: Labels | 
             data.extend(found)
         else:
             data[group] = found[group]
+    data[POSTERIOR].attrs.update(attributes or {})
     return data
 
 

@@ -25,9 +25,7 @@ from numpyro_fed.after.predict import SEEN
 from numpyro_fed.after.predict import Draws
 from numpyro_fed.after.predict import Programs
 from numpyro_fed.after.predict import compiled
-from numpyro_fed.after.predict import global_latents
 from numpyro_fed.after.predict import predictor
-from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.padding import Filling
 from numpyro_fed.data.padding import arrays_with_rows
 from numpyro_fed.data.padding import padded_arrays
@@ -37,10 +35,6 @@ from numpyro_fed.data.silo_data import Sizes
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.text.log_density import outcomes_at
 from numpyro_fed.text.row_checks import default_rtol
-from numpyro_fed.text.row_checks import refuse_coupled_rows
-from numpyro_fed.weigh.integration import Integration
-from numpyro_fed.weigh.log_likelihoods import log_likelihoods_of_rows
-from numpyro_fed.weigh.log_likelihoods import plates_of_rows
 from numpyro_fed.guides.guide import GlobalDraws
 
 
@@ -72,13 +66,6 @@ class Run(Protocol):
 
     def silo_params(self, silo: int) -> dict[str, Any]:
         """Return a silo's private parameters on their supports, and its guide as ``"guide"``."""
-
-
-class RunWithStates(Run, Protocol):
-    """A run whose silos have states."""
-
-    def _silo_state(self, silo: int) -> Any:
-        """Return a silo's state."""
 
 
 def chosen_silos(silo: WhichSilo, number: int) -> list[int]:
@@ -279,20 +266,6 @@ def drawn_from_prior(run: Run, key: Array, n: int) -> dict[str, Array] | None:
     return jax.jit(jax.vmap(fm.constrain_global, (None, 0)))(theta, z_G)
 
 
-def drawn_given_globals(run: Run, key: Array, draws: Mapping[str, Array], site: str) -> np.ndarray:
-    """Return draws of a latent of all silos from its prior given draws of the globals."""
-    fm = run._fit.model
-    given = {name: draws[name] for name in global_latents(fm)}
-    programs = run._fit.cached("latents", lambda: predictor(fm, ("latent",)))
-    axis = next(1 + (s.axis or 0) for s in fm.sites if s.name == site)
-    at = [
-        SiloAtDraws(j, jax.random.fold_in(key, j), parameters_of(run, j), given)
-        for j in range(run.num_silos)
-    ]
-    parts = values_at(run, programs, at)
-    return np.concatenate([np.asarray(found[site]) for found in parts], axis)
-
-
 def outcomes_and_rows(run: Run, silos: Sequence[int]) -> list[dict[str, np.ndarray]]:
     """Return outcomes of silos, NaN where missing, and which rows have them, by ``SEEN``."""
     fm = run._fit.model
@@ -313,35 +286,3 @@ def outcomes_of_silos(run: Run, silos: Sequence[int]) -> list[dict[str, np.ndarr
         {name: value for name, value in part.items() if not name.startswith(SEEN)}
         for part in outcomes_and_rows(run, silos)
     ]
-
-
-def log_likelihoods_at(
-    run: RunWithStates, integration: Integration, key: Array, z_G: Array
-) -> list[dict[str, np.ndarray]]:
-    """Return the log likelihoods {plate: (n, rows)} of the rows of each silo at draws (n, dim).
-
-    Their own latents are integrated out; those of outer plates (a hospital's effect) are drawn at
-    each draw of the globals.
-    """
-    fit, n = run._fit, len(z_G)
-    refuse_coupled_rows(fit.checks, run._silos.buckets, "log likelihoods of rows need")
-    likelihood = integration.likelihood(fit.model, fit.guide)
-    size = fit.batch_size(integration, n)
-    values = fit.cached(
-        ("rows", n, str(integration)),
-        lambda: jit_once(
-            partial(log_likelihoods_of_rows, fit.model, likelihood, fit.algorithm, size)
-        ),
-    )
-    down = GlobalDraws.of(fit.guide, run.shared, jnp.asarray(z_G))
-    parts = []
-    for j in range(run.num_silos):
-        data = run._silos.at(j, [batch.data for batch in run._silos.batches])
-        key_silo, state = jax.random.fold_in(key, j), run._silo_state(j)
-        found, counts = jax.block_until_ready(values(key_silo, down, state, data))
-        by_plate, first = {}, 0
-        for plate in plates_of_rows(fit.model):
-            rows = slice(first, first := first + fit.model.sizes(data)[plate])
-            by_plate[plate] = np.asarray(found)[:, rows][:, np.asarray(counts)[rows]]
-        parts.append(by_plate)
-    return parts

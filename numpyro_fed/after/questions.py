@@ -19,7 +19,6 @@ from numpyro_fed.after.own_rows import SiloAtDraws
 from numpyro_fed.after.own_rows import WhichSilo
 from numpyro_fed.after.own_rows import check_name
 from numpyro_fed.after.own_rows import drawn_from_prior
-from numpyro_fed.after.own_rows import drawn_given_globals
 from numpyro_fed.after.own_rows import outcomes_of_silos
 from numpyro_fed.after.own_rows import parameters_of
 from numpyro_fed.after.own_rows import programs_of
@@ -40,6 +39,7 @@ from numpyro_fed.basics.errors import positive_int
 from numpyro_fed.basics.trees import elements
 from numpyro_fed.rounds.progress import shows
 from numpyro_fed.basics.programs import in_precision_of_object
+from numpyro_fed.after.predict import predictor
 
 
 
@@ -169,6 +169,7 @@ class Questions(ABC):
         """
         self._warn_of_doubt()
         positive_int("n", n)
+        run, model = self.run_behind, self.run_behind._fit.model
         number = None if isinstance(silo, str) else silo_number(silo)
         found: Any
         if new is None:
@@ -176,7 +177,7 @@ class Questions(ABC):
                 raise ValueError("pass new data to predict for, or silo='own rows'.")
             if number is None:
                 check_name(str(silo), OWN_ROWS)
-                found = self._at_own_rows(key, range(self.run_behind.num_silos), n, mean=mean)
+                found = self._at_own_rows(key, range(run.num_silos), n, mean=mean)
             else:
                 (found,) = self._at_own_rows(key, [number], n, mean=mean)
         else:
@@ -186,9 +187,21 @@ class Questions(ABC):
                 )
             if number is None:
                 check_name(str(silo), NEW)
-            found = self._at_new_rows(key, new, number, n, mean=mean)
+            own, sizes, names = None, None, global_latents(model)
+            if number is not None:
+                hosted, names = run._hosted(number), [*names, *(s.name for s in outer_sites(model))]
+                own, sizes = hosted.data_of(number), hosted.sizes_of(number)
+            new = with_blocks(model, new, number, own)
+            data = new_rows(model, new, run._fit.facts, run._silos.data, number, sizes)
+            # The latents are those that sample_posterior draws with the same key.
+            draws = self.sample_posterior(key, n, silo=number)
+            latents = {name: draws[name] for name in names if name in draws}
+            key_new = jax.random.fold_in(key, 2)
+            key_new = jax.random.fold_in(key_new, 0 if number is None else 1 + number)
+            many = programs_of(run, mean=mean).many
+            found = jax.block_until_ready(many(key_new, parameters_of(run, number), latents, data))
         if mean:
-            check_means(self.run_behind._fit.model, found)
+            check_means(model, found)
         return found
 
     def _at_own_rows(
@@ -199,25 +212,6 @@ class Questions(ABC):
         draws = self.sample_posterior(key, n, silo=list(silos))
         at_draws = silos_at_draws(run, jax.random.fold_in(key, 2), draws, silos)
         return values_at(run, programs_of(run, mean=mean), at_draws)
-
-    def _at_new_rows(
-        self, key: Array, new: Mapping[str, Any], silo: int | None, n: int, *, mean: bool
-    ) -> dict[str, Array]:
-        """Return predictions for new rows of a silo of the fit, or of a new one."""
-        run, model = self.run_behind, self.run_behind._fit.model
-        own, sizes, names = None, None, global_latents(model)
-        if silo is not None:
-            hosted, names = run._hosted(silo), [*names, *(s.name for s in outer_sites(model))]
-            own, sizes = hosted.data_of(silo), hosted.sizes_of(silo)
-        new = with_blocks(model, new, silo, own)
-        data = new_rows(model, new, run._fit.facts, run._silos.data, silo, sizes)
-        # The latents are those that sample_posterior draws with the same key.
-        draws = self.sample_posterior(key, n, silo=silo)
-        latents = {name: draws[name] for name in names if name in draws}
-        own_number = 0 if silo is None else 1 + silo
-        key_new = jax.random.fold_in(jax.random.fold_in(key, 2), own_number)
-        many = programs_of(run, mean=mean).many
-        return jax.block_until_ready(many(key_new, parameters_of(run, silo), latents, data))
 
     @shows("predict from the prior")
     @in_precision_of_object
@@ -505,10 +499,19 @@ class Questions(ABC):
         labels = display.labels_of(run.num_silos, names)
         hosted = run._hosted(0)  # before silos elsewhere are asked for what cannot be shown
         draws = self.sample_posterior(jax.random.key(0), n, silo=ALL)
-        from_prior = drawn_given_globals(run, jax.random.key(1), draws, site)
+        # Its prior given the same globals, one silo after the other.
+        given = {name: draws[name] for name in global_latents(fm)}
+        programs = run._fit.cached("latents", lambda: predictor(fm, ("latent",)))
+        key = jax.random.key(1)
+        at_draws = [
+            SiloAtDraws(j, jax.random.fold_in(key, j), parameters_of(run, j), given)
+            for j in range(run.num_silos)
+        ]
+        parts = [np.asarray(found[site]) for found in values_at(run, programs, at_draws)]
         plate, axis = next((s.plate, 1 + (s.axis or 0)) for s in fm.sites if s.name == site)
         values, prior = (
-            np.moveaxis(np.asarray(a, np.float64), axis, 1) for a in (draws[site], from_prior)
+            np.moveaxis(np.asarray(a, np.float64), axis, 1)
+            for a in (draws[site], np.concatenate(parts, axis))
         )
         rows = [hosted.sizes_of(j)[plate] for j in range(run.num_silos)]
         if any(number != 1 for number in rows):

@@ -29,8 +29,6 @@ from numpyro_fed.fitting.steps import FitProblem
 from numpyro_fed.fitting.steps import FitSteps
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.posterior import Stage
-from numpyro_fed.posterior.verdict import TOLERANCE
-from numpyro_fed.posterior.verdict import check_accuracy
 from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.rounds.compiled_loop import compiled_runtime
 from numpyro_fed.rounds.federation import Federation
@@ -56,6 +54,8 @@ from numpyro_fed.sfvi.method import SFVI
 from numpyro_fed.text.layout import layout_and_buckets
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.basics.programs import precision as precision_as
+from numpyro_fed.posterior.weighted_draws import TOLERANCE
+from numpyro_fed.posterior.weighted_draws import check_accuracy
 
 
 

@@ -34,7 +34,6 @@ from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.saving import DRAWS
 from numpyro_fed.posterior.saving import WEIGHTS
 from numpyro_fed.posterior.saving import read
-from numpyro_fed.posterior.verdict import TOLERANCE
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.search.mode import LocalMode
 from numpyro_fed.sfvi.method import SFVI
@@ -43,6 +42,7 @@ from numpyro_fed.weigh.weights import systematic_resample
 from numpyro_fed.methods.method import rebuilt
 from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.basics.programs import precision
+from numpyro_fed.posterior.weighted_draws import TOLERANCE
 
 
 

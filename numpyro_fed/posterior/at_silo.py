@@ -12,39 +12,39 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
-
+from typing import Any
+from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-
-from numpyro_fed.after.predict import (
-    Predict,
-    check_means,
-    global_latents,
-    new_rows,
-    outer_sites,
-    predictor,
-)
-from numpyro_fed.basics.errors import DataError, ModelError, ReplyError
+from numpyro_fed.after.predict import Predict
+from numpyro_fed.after.predict import check_means
+from numpyro_fed.after.predict import global_latents
+from numpyro_fed.after.predict import new_rows
+from numpyro_fed.after.predict import outer_sites
+from numpyro_fed.after.predict import predictor
+from numpyro_fed.basics.errors import DataError
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.basics.errors import ReplyError
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.sampler import Sampler
-from numpyro_fed.rounds.exchange import Ask, Combine, Exchange, Info, Reply, Round
+from numpyro_fed.rounds.exchange import Ask
+from numpyro_fed.rounds.exchange import Combine
+from numpyro_fed.rounds.exchange import Exchange
+from numpyro_fed.rounds.exchange import Info
+from numpyro_fed.rounds.exchange import Reply
+from numpyro_fed.rounds.exchange import Round
 from numpyro_fed.rounds.messages import unpack
 from numpyro_fed.rounds.names import OUTER_LATENTS
 from numpyro_fed.rounds.runtime import failed_silos
 from numpyro_fed.text.facts import Facts
-from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import shape_of_draws
 
 
-def sampler_by(built: Built, settings: Mapping[str, Any]) -> Sampler:
-    """Return the sampling functions of a fit, or those of its correction, from settings."""
-    return built.sampler(Integration.of(settings) if "nodes" in settings else None)
 
 
 class Held(NamedTuple):
@@ -53,14 +53,6 @@ class Held(NamedTuple):
     number: int
     state: object
     data: SiloData
-
-
-def local_draws(
-    built: Built, sampler: Sampler, key: Array, down: GlobalDraws, state: object, data: SiloData
-) -> dict[str, Array]:
-    """Return local sites (n, ...) at the server's draws of the globals, made at the silo."""
-    private, coordinates = built.algorithm.private(state), down.in_frame
-    return sampler.draw_silo(key, down.theta, private, down.z_G, coordinates, data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +86,9 @@ class AtSilo:
         down = unpack("down", self._like, arrays)
         sites = self.sampler.constrain_globals(down.theta, down.z_G)
         key_silo = jax.random.fold_in(jax.random.fold_in(key, 1), silo.number)
-        args = self.sampler, key_silo, down, silo.state, silo.data
-        return sites | local_draws(self.built, *args)
+        private, frame = self.built.algorithm.private(silo.state), down.in_frame
+        draw = self.sampler.draw_silo
+        return sites | draw(key_silo, down.theta, private, down.z_G, frame, silo.data)
 
     def predict(
         self,
@@ -162,25 +155,25 @@ def outer_round(built: Built, settings: Mapping[str, Any]) -> Round:
     have the arrays :data:`DRAWS` and :data:`KEYS`.
     """
     fm, fitted, rows = built.model, built.algorithm, settings["rows"]
-    sampler, sites = sampler_by(built, settings), outer_sites(fm)
+    sampler, sites = built.sampler(settings), outer_sites(fm)
 
     def silo(
         noise: object, down: LatentsQuestion, state: object, data: SiloData
     ) -> tuple[Reply[SharedLatents], object]:
-        key = jax.random.wrap_key_data(down.keys)
-        found = local_draws(built, sampler, key, down.draws, state, data)
-        sizes = fm.sizes(data)
+        key, draws, sizes = jax.random.wrap_key_data(down.keys), down.draws, fm.sizes(data)
+        private, frame = fitted.private(state), draws.in_frame
+        found = sampler.draw_silo(key, draws.theta, private, draws.z_G, frame, data)
         values: dict[str, Array] = {}
         for s in sites:
-            draws, axis = found[s.name], 1 + (s.axis or 0)
-            more = rows[str(s.plate)] - draws.shape[axis]
+            own, axis = found[s.name], 1 + (s.axis or 0)
+            more = rows[str(s.plate)] - own.shape[axis]
             if more < 0:
                 raise ModelError(
-                    f"'{s.name}' has {draws.shape[axis]} rows here, and the server expects at most "
+                    f"'{s.name}' has {own.shape[axis]} rows here, and the server expects at most "
                     f"{rows[str(s.plate)]}. Server and silos must have agreed on the same plan."
                 )
-            pads = [(0, more if i == axis else 0) for i in range(draws.ndim)]
-            values[s.name] = jnp.pad(draws, pads)
+            pads = [(0, more if i == axis else 0) for i in range(own.ndim)]
+            values[s.name] = jnp.pad(own, pads)
         plates = {str(s.plate): jnp.asarray(sizes[str(s.plate)]) for s in sites}
         return Reply(SharedLatents(values, plates), jnp.array(True)), state
 

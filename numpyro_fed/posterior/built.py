@@ -27,7 +27,6 @@ from numpyro_fed.data.silo_data import signature
 from numpyro_fed.guides.guide import Guide
 from numpyro_fed.guides.objectives import ELBO
 from numpyro_fed.guides.objectives import Objective
-from numpyro_fed.guides.silo_bounds import Bound
 from numpyro_fed.guides.silo_bounds import bound_of
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import MethodSpec
@@ -60,6 +59,7 @@ from numpyro_fed.vertical.search import VerticalSearch
 from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.basics.programs import is_double
 from numpyro_fed.basics.programs import precision
+from collections.abc import Mapping
 
 
 
@@ -126,8 +126,7 @@ class Built:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rounds = (*self.opening, self.algorithm.round, *self.later_rounds)
-        times = Counter(exchange.name for round_ in rounds for exchange in round_.exchanges)
+        times = Counter(exchange.name for round_ in self.rounds for exchange in round_.exchanges)
         # A silo in another process knows what it is asked for by the name alone.
         taken = sorted(name for name, n in times.items() if n > 1 or name in (*BEGINNINGS, GO_ON))
         if taken:
@@ -155,35 +154,25 @@ class Built:
         """Return the rounds before the algorithm's own first one."""
         return (*self.search_rounds, *self.algorithm.opening)
 
-    @cached_property
-    def bound(self) -> Bound:
-        """Return a silo's term of the objective, from which its locals are drawn."""
-        return bound_of(self.model, self.guide, self.objective)
+    def sampler(self, settings: Mapping[str, Any]) -> Sampler:
+        """Return the sampling functions of a fit, or of a correction from its settings.
 
-    def sampler(self, integration: Integration | None = None) -> Sampler:
-        """Return the sampling functions of a fit, or of a correction that integrates locals so."""
-        bound = self.bound if integration is None else integration.bound(self.model, self.guide)
-        return Sampler(self.model, self.guide, bound, integration)
+        Locals are drawn by a silo's term of the objective, or as the correction integrates them.
+        """
+        if "nodes" not in settings:
+            bound = bound_of(self.model, self.guide, self.objective)
+            return Sampler(self.model, self.guide, bound)
+        integration = Integration.of(settings)
+        bound = integration.bound(self.model, self.guide)
+        return Sampler(self.model, self.guide, bound, integration.settings)
 
     @property
-    def later_rounds(self) -> tuple[Round, ...]:
-        """Return the evaluation of PVI, if silos answer it, or no round."""
+    def rounds(self) -> tuple[Round, ...]:
+        """Return all rounds of a run, and the evaluation of PVI, if silos answer it."""
+        rounds = (*self.opening, self.algorithm.round)
         if self.factors is None or self.protected:
-            return ()
-        return (Round((self.factors.evaluation,)),)
-
-    def visits(self, num_silos: int) -> int:
-        """Return the number of visits in a round, over all silos."""
-        return num_silos if self.schedule is None else self.schedule.steps * self.schedule.size
-
-    @property
-    def start_paths(self) -> tuple[tuple[Round, ...], ...]:
-        """Return the rounds before the first one; the check of the curvature is its own path."""
-        if self.start is None:
-            return (self.opening,)
-        search = self.start.algorithm
-        path = (*search.opening, search.round, self.start.begin, *self.algorithm.opening)
-        return (path, self.start.checks) if self.model.improper and self.start.checks else (path,)
+            return rounds
+        return (*rounds, Round((self.factors.evaluation,)))
 
     def opening_exchanges(self, start: object) -> dict[str, int]:
         """Return how often each exchange took place before the first round, by name.
@@ -206,14 +195,20 @@ class Built:
         self, data: SiloData, server_data: ServerData = None, *, silo: str = "silo"
     ) -> Crossings:
         """Return all arrays that cross between the server and a silo, each exchange once."""
-        starts = [("start", self.first_algorithm, path) for path in self.start_paths]
-        runs = [*starts, ("round", self.algorithm, (self.algorithm.round,))]
+        path, first = self.opening, self.first_algorithm
+        if self.start is not None:
+            search = self.start.algorithm
+            path = (*search.opening, search.round, self.start.begin, *self.algorithm.opening)
+        runs = [("start", first, path), ("round", self.algorithm, (self.algorithm.round,))]
+        # The check of the curvature is a path of its own.
+        if self.start is not None and self.start.checks and self.model.improper:
+            runs.insert(1, ("start", first, self.start.checks))
         tables = [crossings(*one, data, server_data, silo=silo) for one in runs]
         return tables[0]._replace(rows=tuple(row for part in tables for row in part.rows))
 
     def round_of(self, name: str) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
         """Return the round that declares the exchange ``name``, and the algorithm of its states."""
-        for round_ in (*self.opening, self.algorithm.round, *self.later_rounds):
+        for round_ in self.rounds:
             if name in {x.name for x in round_.exchanges}:
                 searches = round_.name in {x.name for x in self.search_rounds}
                 return round_, self.first_algorithm if searches else self.algorithm
@@ -261,10 +256,6 @@ class CompiledMethod:
             self.compiled[name] = make()
         return self.compiled[name]
 
-    def initial_state(self, silos: Silos) -> State:
-        """Return some first state, whose structure and shapes all states have."""
-        return self.runtime.init(jax.random.key(0), silos.batches)
-
     def check_state(self, state: object, silos: Silos) -> State:
         """Return ``state`` itself; raise an error if it does not fit the method and silos."""
         like = self.runtime.like or self.runtime.init
@@ -282,7 +273,7 @@ class CompiledMethod:
     @cached_property
     def sampler(self) -> Sampler:
         """Return the compiled sampling functions of the fit."""
-        return self.built.sampler()
+        return self.built.sampler({})
 
     @cached_property
     def without_start(self) -> CompiledMethod | None:
@@ -338,11 +329,6 @@ class CompiledMethod:
     def guide(self) -> Guide:
         """Return the guide of globals and locals."""
         return self.built.guide
-
-    @property
-    def factors(self) -> PartitionedVI | None:
-        """Return the algorithm of PVI, with its families and settings; None for others."""
-        return self.built.factors
 
     def description(self) -> dict[str, Any]:
         """Return the settings, sites and sizes that a saved state must agree with."""

@@ -18,7 +18,6 @@ import json
 import math
 from collections.abc import Callable
 from collections.abc import Mapping
-from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from functools import partial
@@ -83,21 +82,12 @@ class LeftOut(NamedTuple):
     shift: Array
 
 
-class WithoutPart(NamedTuple):
-    """Draws of the posterior once a part of the likelihood is taken out of their weights.
+def without(log_weights: Array, values: Array) -> tuple[Array, Array, Array]:
+    """Take a part with log likelihoods ``values`` (n,) out of draws with log weights (n,).
 
-    ``log_weights`` (n,): Their tail smoothed; the weights sum to one.
-    ``log_density`` (): The log predictive density of the part.
-    ``pareto_k`` ().
+    Return the log weights without it, whose tail is smoothed, and which sum to one; the log
+    predictive density of the part (); and the Pareto k-hat of the tail ().
     """
-
-    log_weights: Array
-    log_density: Array
-    pareto_k: Array
-
-
-def without(log_weights: Array, values: Array) -> WithoutPart:
-    """Take a part with log likelihoods ``values`` (n,) out of draws with log weights (n,)."""
     from blackjax.diagnostics import psis_weights  # here: its import starts JAX's backend
 
     counts = (log_weights > -jnp.inf) & (values > -jnp.inf)
@@ -109,7 +99,7 @@ def without(log_weights: Array, values: Array) -> WithoutPart:
     known = jnp.isfinite(k) & jnp.isfinite(smoothed).all()
     log_v = jax.nn.log_softmax(jnp.where(known, smoothed, near)) + (ratios - near)
     density = jax.nn.logsumexp(jnp.where(counts, log_v + values, -jnp.inf))
-    return WithoutPart(log_v, density, jnp.where(known, k, NOT_KNOWN))
+    return log_v, density, jnp.where(known, k, NOT_KNOWN)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,16 +137,6 @@ class LeaveOut:
         """Return the silos whose numbers are not known, since a few draws carry the ratios."""
         return tuple(np.flatnonzero(~(self.pareto_k <= MAX_K)).tolist())
 
-    def better_of(self, other: LeaveOut, silos: Sequence[int]) -> LeaveOut:
-        """Return the table with some silos' rows from another one, where its tails are lighter."""
-        taken = np.isin(np.arange(len(self.pareto_k)), silos) & ~(self.pareto_k <= other.pareto_k)
-        return LeaveOut(
-            np.where(taken, other.log_density, self.log_density),
-            np.where(taken, other.pareto_k, self.pareto_k),
-            np.where(taken, other.shift, self.shift),
-            self.num_exchanges + other.num_exchanges,
-        )
-
     def to_frame(self) -> Any:
         """Return the table as a pandas DataFrame, a row for each silo."""
         columns = {name: getattr(self, name) for name in ("log_density", "pareto_k", "shift")}
@@ -189,12 +169,12 @@ def leave_out_exchange(
 
     def silo(noise: Array, down: LeaveOutDown, state: object, data: SiloData) -> LeftOut:
         z_G, values = down.draws.z_G, evaluate(noise, down.draws, state, data)
-        left = without(down.log_weights, values)
-        w, v = jax.nn.softmax(down.log_weights), jnp.exp(left.log_weights)
+        log_v, log_density, pareto_k = without(down.log_weights, values)
+        w, v = jax.nn.softmax(down.log_weights), jnp.exp(log_v)
         mean = w @ z_G
         sd = jnp.sqrt(w @ jnp.square(z_G - mean))
         shift = jnp.abs(v @ z_G - mean) / jnp.where(sd > 0, sd, 1.0)
-        return LeftOut(left.log_density, left.pareto_k, shift.max(initial=0.0))
+        return LeftOut(log_density, pareto_k, shift.max(initial=0.0))
 
     return StackedExchange(
         LEAVE_OUT,
@@ -319,27 +299,11 @@ class RowSums(NamedTuple):
     num_rows: Array
 
     @classmethod
-    def of(cls, rows: RowScores) -> RowSums:
-        """Return the sums over the rows of a silo."""
-        density, k, of_fit, counts = rows
+    def of(cls, density: Array, k: Array, of_fit: Array, counts: Array) -> RowSums:
+        """Return the sums over the rows of a silo, by their scores (rows,)."""
         bad = (~(k <= MAX_K)).astype(of_fit.dtype)
         parts = density, density**2, of_fit, bad, jnp.ones_like(of_fit)
         return cls(*(jnp.where(counts, part, 0.0).sum() for part in parts))
-
-
-class RowScores(NamedTuple):
-    """The scores of each row of a silo, all (rows,).
-
-    ``log_density, pareto_k``: The log predictive density without the row, and the shape of its
-        tail.
-    ``of_fit``: The log of the mean likelihood under the posterior, which has seen the row.
-    ``counts`` bool: Not so for padded rows, and those whose outcome is missing.
-    """
-
-    log_density: Array
-    pareto_k: Array
-    of_fit: Array
-    counts: Array
 
 
 def loo_exchange(
@@ -349,7 +313,7 @@ def loo_exchange(
     n, fitted, scores = settings["num_draws"], built.algorithm, _scores(built, settings)
     return StackedExchange(
         LOO,
-        stacked_reply(lambda *of_silo: RowSums.of(scores(*of_silo)), little=True),
+        stacked_reply(lambda *of_silo: RowSums.of(*scores(*of_silo)), little=True),
         silo_noise=key_as_noise,
         settings=json.dumps(dict(settings)),
         messages=lambda: (
@@ -361,20 +325,27 @@ def loo_exchange(
 
 def _scores(
     built: Built, settings: Mapping[str, Any]
-) -> Callable[[Array, LeaveOutDown, Any, SiloData], RowScores]:
-    """Return the function ``(key, down, silo_state, data)`` to the scores of a silo's rows."""
+) -> Callable[[Array, LeaveOutDown, Any, SiloData], tuple[Array, Array, Array, Array]]:
+    """Return the function ``(key, down, silo_state, data)`` to the scores of a silo's rows.
+
+    They are, all (rows,): the log predictive density without the row, the shape of the tail, the
+    log of the mean likelihood under the posterior, which has seen the row, and whether it counts:
+    padded rows and those without an outcome do not.
+    """
     integration = Integration.of(settings)
     likelihood = integration.likelihood(built.model, built.guide)
     row_values = partial(
         log_likelihoods_of_rows, built.model, likelihood, built.algorithm, settings["batch_size"]
     )
 
-    def scores(key: Array, down: LeaveOutDown, state: object, data: SiloData) -> RowScores:
+    def scores(
+        key: Array, down: LeaveOutDown, state: object, data: SiloData
+    ) -> tuple[Array, Array, Array, Array]:
         values, counts = row_values(key, down.draws, state, data)
-        left = jax.vmap(without, (None, 1))(down.log_weights, values)
+        _, log_density, pareto_k = jax.vmap(without, (None, 1))(down.log_weights, values)
         log_w = jax.nn.log_softmax(down.log_weights)
         of_fit = jax.nn.logsumexp(values + log_w[:, None], 0)
-        return RowScores(left.log_density, left.pareto_k, of_fit, counts)
+        return log_density, pareto_k, of_fit, counts
 
     return scores
 
@@ -416,8 +387,7 @@ def rows_left_out(
         data = result._silos.at(j, [batch.data for batch in result._silos.batches])
         state = result._silo_state(j)
         found = jax.block_until_ready(scores(jax.random.fold_in(key, j), down, state, data))
-        counts = np.asarray(found.counts)
-        known = found.log_density, found.pareto_k
-        silos.append(RowsOfSilo(*(np.asarray(a, float)[counts] for a in known)))
-        total = jax.tree.map(np.add, total, RowSums.of(found))
+        log_density, pareto_k, _, counts = (np.asarray(a) for a in found)
+        silos.append(RowsOfSilo(*(a.astype(float)[counts] for a in (log_density, pareto_k))))
+        total = jax.tree.map(np.add, total, RowSums.of(*found))
     return Loo.of(total, worth, 0, tuple(silos))

@@ -7,58 +7,66 @@ that they are: like weighted draws, with even weights and an error from the disa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self
-
+from typing import Any
+from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-
-from numpyro_fed.basics.errors import (
-    Interrupted,
-    ModelError,
-    NonFiniteError,
-    SilosError,
-    one_of,
-    positive_int,
-)
+from numpyro_fed.basics.errors import Interrupted
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.basics.errors import NonFiniteError
+from numpyro_fed.basics.errors import SilosError
+from numpyro_fed.basics.errors import one_of
+from numpyro_fed.basics.errors import positive_int
 from numpyro_fed.basics.programs import precision
 from numpyro_fed.guides.objectives import default_quadrature
-from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
-from numpyro_fed.posterior.built import Built, CompiledMethod
-from numpyro_fed.posterior.corrected import Corrected, on_supports, sampler_of
-from numpyro_fed.posterior.importance import (
-    AT_ONCE,
-    Weighing,
-    check_weighable,
-    integration_of,
-    wider_parts_of,
-)
+from numpyro_fed.guides.quadrature import default_nodes
+from numpyro_fed.guides.quadrature import quadrature_misfit
+from numpyro_fed.posterior.built import Built
+from numpyro_fed.posterior.built import CompiledMethod
+from numpyro_fed.posterior.corrected import Corrected
+from numpyro_fed.posterior.corrected import on_supports
+from numpyro_fed.posterior.corrected import sampler_of
+from numpyro_fed.posterior.importance import AT_ONCE
+from numpyro_fed.posterior.importance import Weighing
+from numpyro_fed.posterior.importance import check_weighable
+from numpyro_fed.posterior.importance import integration_of
+from numpyro_fed.posterior.importance import wider_parts_of
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.posterior.verdict import (
-    FEW_COORDINATES,
-    MAX_COARSE,
-    MAX_PARTICLE_ERROR,
-    TOLERANCE,
-    Doubt,
-    doubts_of_particles,
-    particles_arrived,
-    particles_reliable,
-)
-from numpyro_fed.rounds.keys import generator, typed_key
-from numpyro_fed.rounds.progress import Progress, progress_of
+from numpyro_fed.rounds.keys import generator
+from numpyro_fed.rounds.keys import typed_key
+from numpyro_fed.rounds.progress import Progress
+from numpyro_fed.rounds.progress import progress_of
 from numpyro_fed.search.mode import Mode
 from numpyro_fed.text.row_checks import refuse_coupled_rows
 from numpyro_fed.text.sites import Theta
-from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, disagreement, moments
+from numpyro_fed.weigh.element_errors import ElementErrors
+from numpyro_fed.weigh.element_errors import Rounding
+from numpyro_fed.weigh.element_errors import disagreement
+from numpyro_fed.weigh.element_errors import moments
 from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.mixture import around_modes
 from numpyro_fed.weigh.proposals import WideParts
-from numpyro_fed.weigh.smc import LOST, NUM_ISLANDS, SMCState, TemperedSMC, log_mean, with_squares
+from numpyro_fed.weigh.smc import LOST
+from numpyro_fed.weigh.smc import NUM_ISLANDS
+from numpyro_fed.weigh.smc import SMCState
+from numpyro_fed.weigh.smc import TemperedSMC
+from numpyro_fed.weigh.smc import log_mean
+from numpyro_fed.weigh.smc import with_squares
+from numpyro_fed.posterior.weighted_draws import QUANTILES_KNOWN
+from numpyro_fed.posterior.weighted_draws import TOLERANCE
+from numpyro_fed.posterior.weighted_draws import Doubt
+from numpyro_fed.posterior.weighted_draws import Spoils
+
+
 
 STARTS = "fit", "prior"
 # Effective draws of a correction from which particles that begin at its mixture can be trusted.
@@ -72,6 +80,19 @@ NEARLY = 2.0  # times the largest error: three times as many particles bring it 
 # normal distribution, without the outer 2 % of them, is a tenth of this.
 GAP, MIN_SHARE = 1.0, 0.02
 MAX_MODES = 8
+# The share of particles; MAX_ERROR is that of weighted draws. It is estimated from four islands
+# alone, and the largest of all coordinates is looked at, which is about twice the true one. With
+# few coordinates the largest is no larger, and it is that of weighted draws: the true error of a
+# mean is then below the accuracy with a probability of 97.5 % (Student's t, 3 degrees of freedom).
+MAX_PARTICLE_ERROR, FEW_COORDINATES = 0.5, 2
+MAX_COARSE = 0.1  # nats by which a finer quadrature may move particles' log densities
+# Nats. A Gaussian process of 43 globals has 0.5; with more than one, islands of particles have
+# found other shares of the mass.
+MAX_EVIDENCE_ERROR = 1.0
+# Memory of particles above which they count as standing still: islands would agree for no good
+# reason, as where a posterior's neck is too narrow for their steps.
+MAX_MEMORY = 0.5
+MIN_KEPT = 3  # times that particles must have been kept
 # Fields of a file's words.
 SAVED = "near", "reached", "num_kept", "memory", "coarse", "evidence_error"
 
@@ -320,14 +341,20 @@ class Particles(Corrected):
     @property
     def reliable(self) -> bool:
         """Whether particles came to the posterior and moved there, and integrals are right."""
-        return particles_reliable(self)
+        settled = self._arrived and self.memory <= MAX_MEMORY
+        return self.near and settled and self.coarse <= MAX_COARSE
+
+    @property
+    def _arrived(self) -> bool:
+        """Return whether particles came to the posterior, and were kept there often enough."""
+        return self.reached >= 1 and self.num_kept >= MIN_KEPT
 
     @property
     def nearly(self) -> bool:
         """Whether particles are at the posterior, and more exchanges are likely to be enough."""
         error = MAX_PARTICLE_ERROR * self.accuracy
         close = self.monte_carlo_error <= NEARLY * error and self.coarse <= MAX_COARSE
-        more = close or not particles_arrived(self)
+        more = close or not self._arrived
         return self.near and self.reached >= 1 and not self.trusted and more
 
     @property
@@ -356,7 +383,36 @@ class Particles(Corrected):
 
     def doubts(self) -> Iterator[Doubt]:
         """Yield all that speaks against the particles, the gravest first."""
-        return doubts_of_particles(self)
+        remedy = f"Try {self._advice}."
+        spoils: Spoils = "details" if self.many_draws_count else "all"
+        if not self.precise:
+            yield Doubt(self._rounding.words(self._sites), self._rounding.remedy)
+        if self.reached < 1:
+            came = f"the particles came to {self.reached:.2g} of the way to the posterior"
+            yield Doubt(came, remedy, spoils)
+        elif not (self._arrived and self.memory <= MAX_MEMORY):
+            yield Doubt("the particles have not moved enough at the posterior", remedy, spoils)
+        if not self.near:
+            why = (
+                "the particles began at a fit that is not known to cover the posterior, and may "
+                "have missed a part of it: give a correction of which draws count, or start='prior'"
+            )
+            yield Doubt(why, remedy, spoils)
+        if not self.coarse <= MAX_COARSE:
+            yield Doubt("the quadrature over rows' latents is too coarse", remedy, spoils)
+        spoils = "details" if self.moments_known else "spreads"
+        if self.quantiles_known:
+            remedy = f"{QUANTILES_KNOWN} {remedy}"
+        if not self.evidence_error <= MAX_EVIDENCE_ERROR:
+            error = f"{self.evidence_error:.2g}"
+            why = f"islands of particles differ: the log evidence is known to {error} nats"
+            yield Doubt(why, remedy, spoils)
+        if not self.quantiles_known:
+            error = f"{self.monte_carlo_error:.2g}"
+            why = f"islands of particles differ: means and sds are known to {error} sd"
+            yield Doubt(why, remedy, spoils)
+        elif not self.moments_known:
+            yield Doubt(self.reservation, remedy, spoils)
 
     @property
     def figures(self) -> str:
@@ -407,13 +463,13 @@ def particles_of(
         # They pass from one copy of a mode to the next.
         kept, arrived = copy.copy_of(kept), copy.copy_of(arrived)
     z, log_p = kept.reshape(-1, dim).astype(real), log_p.ravel()
-    check = QuadratureCheck(integration_of(fit, None))
-    if num_kept and check.integration.nodes:
-        check = checked(key_check, fit, check.integration, z, log_p)
-        state.exchanges += check.exchanges
+    integration, coarse = integration_of(fit, None), 0.0
+    if num_kept and integration.nodes:
+        integration, coarse, exchanges = checked(key_check, fit, integration, z, log_p)
+        state.exchanges += exchanges
     even = np.full(len(z), 1 / len(z))
     computed = moments(z, even, np.zeros(len(z), bool), fit.many_draws_of_globals())
-    sampler = sampler_of(fit._fit, check.integration)
+    sampler = sampler_of(fit._fit, integration)
     draws = on_supports(sampler, fit, z)
     latents = {s.name for s in fit._fit.model.named("latent")}
     index = np.arange(len(z)).reshape(len(kept), NUM_ISLANDS, -1)
@@ -421,8 +477,8 @@ def particles_of(
     errors = ElementErrors.of(draws, latents, even, by_islands)
     shift_error = disagreement(z[by_islands], computed.sd)
     counts = log_p > LOST / 2
-    of_islands = state.log_evidence
-    of_density = state.b >= 1 and not (fit._fit.factors and fit._fit.factors.has_loss)
+    of_islands, factors = state.log_evidence, fit._fit.built.factors
+    of_density = state.b >= 1 and not (factors and factors.has_loss)
     return Particles(
         log_evidence=float(log_mean(of_islands)) if of_density else None,
         ess=float(min(len(z), 1 / max(shift_error[0].max(initial=0.0), len(z) ** -0.5) ** 2)),
@@ -439,43 +495,35 @@ def particles_of(
         z_G=z,
         _sampler=sampler,
         _sent=state.exchanges,
-        integration=check.integration,
+        integration=integration,
         near=near,
         reached=state.b,
         num_kept=num_kept,
         memory=memory_of(arrived, kept[0]) if num_kept else 1.0,
-        coarse=check.coarse,
+        coarse=coarse,
         evidence_error=float(of_islands.std(ddof=1)) / math.sqrt(NUM_ISLANDS),
         _state=state,
     )
 
 
-class QuadratureCheck(NamedTuple):
-    """How a correction would integrate rows' latents at particles, and how much that differs.
-
-    ``coarse`` is the sd, in nats, by which it moves the log density: by so much particles would be
-    weighed otherwise. It is infinite where draws take the place of quadrature.
-    """
-
-    integration: Integration
-    coarse: float = 0.0
-    exchanges: int = 0
-
-
 def checked(
     key: Array, fit: Result, integration: Integration, z: np.ndarray, log_p: np.ndarray
-) -> QuadratureCheck:
-    """Return the check of a quadrature at particles ``z`` (n, dim) of log density ``log_p``."""
+) -> tuple[Integration, float, int]:
+    """Return how a correction integrates at particles (n, dim), how far that differs, exchanges.
+
+    The second is the sd, in nats, by which it moves their log densities (n,): by so much particles
+    would be weighed otherwise. It is infinite where draws take the place of quadrature.
+    """
     key_points, key_exchange = jax.random.split(key)
     points = np.asarray(jax.random.choice(key_points, len(z), (AT_ONCE,)))
     weighing = Weighing(fit, AT_ONCE, 0, integration)
     try:
         found = weighing.log_joint(key_exchange, z[points])
     except NonFiniteError:
-        return QuadratureCheck(integration, math.inf, weighing.sent)
+        return integration, math.inf, weighing.sent
     coarse = math.inf if weighing.integration.gave_way else float((found - log_p[points]).std())
     coarse = coarse if math.isfinite(coarse) else math.inf
-    return QuadratureCheck(weighing.integration, coarse, weighing.sent)
+    return weighing.integration, coarse, weighing.sent
 
 
 def memory_of(before: np.ndarray, after: np.ndarray) -> float:
@@ -502,39 +550,19 @@ def modes_apart(z: np.ndarray) -> np.ndarray:
     modes = np.zeros(len(z), int)
     least = max(int(MIN_SHARE * len(z)), 2)
     for new in range(1, MAX_MODES):
-        gaps = [_widest_gap(z, modes == mode, least) for mode in range(new)]
-        widest = max(gaps, key=lambda gap: gap.width)
-        if widest.width <= GAP:
+        widest, beyond = GAP, None
+        for inside in (modes == mode for mode in range(new)):
+            ordered = np.sort(z[inside], axis=0)
+            places = np.arange(least, len(ordered) - least + 1)  # particles on the left of a gap
+            for coordinate in range(z.shape[1] if len(places) else 0):
+                x = ordered[:, coordinate]
+                i = places[np.argmax(x[places] - x[places - 1])]
+                spread = x[:i].std() + x[i:].std()
+                width = float((x[i] - x[i - 1]) / spread) if spread > 0 else 0.0
+                if width > widest:
+                    middle = float(x[i - 1] + x[i]) / 2
+                    widest, beyond = width, inside & (z[:, coordinate] > middle)
+        if beyond is None:
             break
-        modes[widest.inside & (z[:, widest.coordinate] > widest.middle)] = new
+        modes[beyond] = new
     return modes
-
-
-class Gap(NamedTuple):
-    """A gap between particles along a coordinate: its width in spreads, its middle, and of whom.
-
-    ``inside`` (n,) marks the particles among which it was looked for.
-    """
-
-    width: float
-    coordinate: int
-    middle: float
-    inside: np.ndarray
-
-
-def _widest_gap(z: np.ndarray, inside: np.ndarray, least: int) -> Gap:
-    """Return the widest gap with ``least`` particles on each side, of width zero without one."""
-    widest = Gap(0.0, 0, 0.0, inside)
-    if inside.sum() < 2 * least:
-        return widest
-    ordered = np.sort(z[inside], axis=0)
-    number = len(ordered)
-    places = np.arange(least, number - least + 1)  # particles on the left of each gap
-    for coordinate in range(z.shape[1]):
-        x = ordered[:, coordinate]
-        i = places[np.argmax(x[places] - x[places - 1])] if len(places) else 0
-        spread = x[:i].std() + x[i:].std()
-        width = (x[i] - x[i - 1]) / spread if spread > 0 else 0.0
-        if width > widest.width:
-            widest = Gap(float(width), coordinate, float(x[i - 1] + x[i]) / 2, inside)
-    return widest

@@ -11,29 +11,54 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
+from typing import Any
+from typing import NamedTuple
 import numpy as np
 from jax import Array
-
-from numpyro_fed.after.arviz import Coords, Dims, Labels, groups_to_arviz
-from numpyro_fed.after.own_rows import WhichSilo, log_likelihoods_at, silo_number
+from numpyro_fed.after.arviz import Coords
+from numpyro_fed.after.arviz import Dims
+from numpyro_fed.after.arviz import Labels
+from numpyro_fed.after.arviz import groups_to_arviz
+from numpyro_fed.after.own_rows import WhichSilo
+from numpyro_fed.after.own_rows import silo_number
 from numpyro_fed.after.questions import Questions
 from numpyro_fed.basics import display
-from numpyro_fed.basics.errors import DataError, ModelError, positive_int
+from numpyro_fed.basics.errors import DataError
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.basics.errors import positive_int
 from numpyro_fed.basics.programs import precision
 from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.sampler import Sampler
-from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
-from numpyro_fed.posterior.verdict import Verdict, unchecked, with_doubts_of_search
+from numpyro_fed.posterior.saving import SavedRun
+from numpyro_fed.posterior.saving import SavedWords
+from numpyro_fed.posterior.saving import save
 from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.rounds.federation import Federation
-from numpyro_fed.rounds.messages import DRAWS, Question, at_silo, pack, write
+from numpyro_fed.rounds.messages import DRAWS
+from numpyro_fed.rounds.messages import Question
+from numpyro_fed.rounds.messages import at_silo
+from numpyro_fed.rounds.messages import pack
+from numpyro_fed.rounds.messages import write
 from numpyro_fed.rounds.progress import shows
-from numpyro_fed.search.mode import LocalMode, Mode
+from numpyro_fed.search.mode import LocalMode
+from numpyro_fed.search.mode import Mode
+import jax
+import jax.numpy as jnp
+from numpyro_fed.basics.programs import jit_once
+from numpyro_fed.posterior.weighted_draws import Doubt
+from numpyro_fed.posterior.weighted_draws import Verdict
+from numpyro_fed.text.row_checks import refuse_coupled_rows
+from numpyro_fed.weigh.log_likelihoods import log_likelihoods_of_rows
+from numpyro_fed.weigh.log_likelihoods import plates_of_rows
+
+
 
 
 class Stage(NamedTuple):
@@ -135,10 +160,22 @@ class Posterior(Questions):
         """Return the verdict on the weighted draws, and on what the search has found or left."""
         correction = self.correction
         if isinstance(correction, str):
-            return unchecked(interrupted=self.interrupted)
-        return with_doubts_of_search(
-            correction.draws_verdict, num_missed=len(self.missed), interrupted=self.interrupted
-        )
+            why = "the fit was interrupted" if self.interrupted else "it could not be checked"
+            more = "NUTS on pooled data (run_nuts), where that is allowed, would show it."
+            return Verdict((Doubt(why, f"What follows says more; {more}"),))
+        verdict: Verdict = correction.draws_verdict
+        if self.interrupted:
+            gravest = Doubt("the fit was interrupted before its check was done")
+        elif self.missed:
+            gravest = Doubt(
+                f"it is that around one of {1 + len(self.missed)} modes that the search has found, "
+                "and others hold about as much of the mass",
+                "A prior or a constraint that tells them apart (a sign, an order) leaves one; "
+                ".missed has the others.",
+            )
+        else:
+            return verdict
+        return replace(verdict, doubts=(gravest, *verdict.doubts), enough_draws=True)
 
     def _account(self) -> str:
         """Return in words what was done, and which sites are in no draws."""
@@ -269,12 +306,35 @@ class Posterior(Questions):
         return math.inf, {**known, "verdict": self.verdict}
 
     def log_likelihoods(self, key: Array, n: int) -> list[dict[str, np.ndarray]]:
-        """Return log likelihoods {plate: (n, rows)} of silos at the draws of that key and ``n``."""
+        """Return log likelihoods {plate: (n, rows)} of silos at the draws of that key and ``n``.
+
+        Latents of rows are integrated out; those of outer plates (a hospital's effect) are drawn at
+        each draw of the globals.
+        """
         correction = self.correction
         if isinstance(correction, str):
             raise ModelError(f"log likelihoods of rows are not known: {correction}.")
+        run, fit, integration = self.run_behind, self.run_behind._fit, correction.integration
         z_G = self.unconstrained(key, n)
-        return log_likelihoods_at(self.run_behind, correction.integration, key, z_G)
+        refuse_coupled_rows(fit.checks, run._silos.buckets, "log likelihoods of rows need")
+        likelihood = integration.likelihood(fit.model, fit.guide)
+        size = fit.batch_size(integration, n)
+        values = fit.cached(
+            ("rows", n, str(integration)),
+            lambda: jit_once(log_likelihoods_of_rows(fit.model, likelihood, fit.algorithm, size)),
+        )
+        down = GlobalDraws.of(fit.guide, run.shared, jnp.asarray(z_G))
+        parts = []
+        for j in range(run.num_silos):
+            data = run._silos.at(j, [batch.data for batch in run._silos.batches])
+            key_silo, state = jax.random.fold_in(key, j), run._silo_state(j)
+            found, counts = jax.block_until_ready(values(key_silo, down, state, data))
+            by_plate, first = {}, 0
+            for plate in plates_of_rows(fit.model):
+                rows = slice(first, first := first + fit.model.sizes(data)[plate])
+                by_plate[plate] = np.asarray(found)[:, rows][:, np.asarray(counts)[rows]]
+            parts.append(by_plate)
+        return parts
 
     def draws_for_silo(self, key: Array, n: int, *, silo: int) -> bytes:
         """Return draws of the globals for a silo in another process, as a message.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.states import Private, Shared
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Rows, Theta
-from numpyro_fed.weigh.integration import Integration
 
 # Draws x rows up to which silos' latents are drawn by a program with few optimisations: running it
 # takes less time than more of them would.
@@ -31,19 +29,14 @@ FEW_DRAWN = 1e6
 class Sampler:
     """The compiled sampling functions of a fit; draws run along the leading axis.
 
-    A silo's locals are drawn by ``bound``. ``integration`` is how a correction integrates them;
-    None for a fit, which draws them by its own bound.
+    A silo's locals are drawn by ``bound``. ``settings``, as JSON, are those of a correction, from
+    which a silo elsewhere makes the same functions; empty for a fit.
     """
 
     model: FederatedModel
     guide: Guide
     bound: Bound
-    integration: Integration | None = None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return the settings, as JSON, from which a silo elsewhere makes the same functions."""
-        return {} if self.integration is None else self.integration.settings
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @compiled_method(jit_once, static_argnums=2)
     def draw_globals(self, key: Array, shared: Shared, n: int) -> tuple[Array, Array]:
@@ -125,26 +118,25 @@ class Sampler:
         """
         rows = sum(self.model.sizes(jax.tree.map(lambda a: a[0], data)).values())
         few = len(keys) * len(z_G) * rows <= FEW_DRAWN
-        return self._of_silos[not few](keys, theta, privates, z_G, coords, data)
+        draw = self._compiled_quickly if few else self._compiled_well
+        return draw(keys, theta, privates, z_G, coords, data)
 
-    @cached_property
-    def _of_silos(self) -> tuple[Callable[..., dict[str, Array]], ...]:
-        """Return the program of :meth:`draw_silos` compiled quickly, and well."""
+    def _each_silo(
+        self,
+        keys: Array,
+        theta: Theta,
+        privates: Private,
+        z_G: Array,
+        coords: Coordinates,
+        data: SiloData,
+    ) -> dict[str, Array]:
+        return jax.lax.map(
+            lambda one: self.draw_silo(one[0], theta, one[1], z_G, coords, one[2]),
+            (keys, privates, data),
+        )
 
-        def silos(
-            keys: Array,
-            theta: Theta,
-            privates: Private,
-            z_G: Array,
-            coords: Coordinates,
-            data: SiloData,
-        ) -> dict[str, Array]:
-            return jax.lax.map(
-                lambda one: self.draw_silo(one[0], theta, one[1], z_G, coords, one[2]),
-                (keys, privates, data),
-            )
-
-        return jit_once(silos), jax.jit(silos)
+    _compiled_quickly = compiled_method(jit_once)(_each_silo)
+    _compiled_well = compiled_method()(_each_silo)
 
 
 def real_rows(z_L: Rows, size: Sizes, n: int) -> Rows:

@@ -60,15 +60,16 @@ class Provenance:
 
     def check_order(self, record: Mapping[str, Any]) -> None:
         """Raise an error if the parties are those of the fit in another order."""
-        saved, present = record["digests"], self._digests(record["salt"])
-        if set(saved) != set(present) or saved == present:
+        saved, present = (
+            {name: tuple(sorted(arrays.items())) for name, arrays in parties.items()}
+            for parties in (record["digests"], self._digests(record["salt"]))
+        )
+        if saved.keys() != present.keys() or sorted(saved.values()) != sorted(present.values()):
             return
-        sorted_digests = [sorted(map(_joined, digests.values())) for digests in (saved, present)]
-        if sorted_digests[0] != sorted_digests[1]:
+        owner = {digests: name for name, digests in saved.items()}
+        moved = {name: owner[here] for name, here in present.items() if saved[name] != here}
+        if not moved:
             return
-        owner = {_joined(digests): name for name, digests in saved.items()}
-        moved = {name: owner[_joined(digests)] for name, digests in present.items()}
-        moved = {name: was for name, was in moved.items() if saved[name] != present[name]}
         if len(moved) == 2:
             kind, first = next(iter(moved)).rsplit(" ", 1)
             second = list(moved)[1].rsplit(" ", 1)[-1]
@@ -128,10 +129,6 @@ class Provenance:
                 digest = hashlib.blake2b(raw, key=bytes.fromhex(salt), digest_size=8)
                 found[owner][name] = digest.hexdigest()
         return found
-
-
-def _joined(digests: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={digest}" for name, digest in sorted(digests.items()))
 
 
 # The version of the form of a state: higher where a state's leaves change.
@@ -284,12 +281,13 @@ def load_state(
 
 def _plain_numbers(leaf: Array) -> np.ndarray:
     """Return a leaf as an array that npz can hold: the data of a key, the bits of a bfloat16."""
-    numbers = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    numbers = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
     return numbers.view(f"u{numbers.dtype.itemsize}") if numbers.dtype.kind == "V" else numbers
 
 
 def _restored(leaf: Array, numbers: np.ndarray, name: str) -> Array:
-    if _is_key(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jnp.asarray(numbers), impl=jax.random.key_impl(leaf))
     numbers = numbers.view(leaf.dtype)
     real = jnp.issubdtype(numbers.dtype, jnp.inexact)
@@ -300,10 +298,6 @@ def _restored(leaf: Array, numbers: np.ndarray, name: str) -> Array:
             "saved, or run the fit again."
         )
     return jnp.asarray(numbers)
-
-
-def _is_key(leaf: Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _named_leaves(tree: object) -> list[tuple[str, Array]]:

@@ -1,39 +1,103 @@
-"""Draws with importance weights: effective draws, Monte Carlo errors, and whether to trust them.
+"""Draws with importance weights, and the verdict on them: whether to trust them, and why not.
 
-Corrections of fits over rows and over columns share this module.
+Corrections of fits over rows and over columns share this module. A posterior is trusted where
+nothing speaks against it, and there are draws enough to tell. What may is one :class:`Doubt` each:
+of weighted draws (:meth:`WeightedDraws.doubts`) that
+
+- the precision of the computation cannot hold the posterior,
+- k-hat of the weights is above the threshold of Vehtari et al. (2024),
+- quantiles, or means and sds that exist, have standard errors above :data:`MAX_ERROR`, on the scale
+  on which their user sees them, or rest on a few draws far out (:mod:`.element_errors`);
+
+of particles besides (:class:`.Particles`) that they did not arrive or move, and that their islands
+differ; and of any posterior (:class:`.Posterior`) that the search has found other modes, or was
+interrupted.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from jax import Array
 
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import Interrupted
-from numpyro_fed.posterior import report as words
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.posterior.verdict import (
-    MAX_ERROR,
-    MIN_DRAWS,
-    TOLERANCE,
-    Doubt,
-    Verdict,
-    doubts_of_draws,
-)
 from numpyro_fed.text.sites import Site
-from numpyro_fed.weigh.element_errors import ElementErrors, Moments, Rounding
+from numpyro_fed.weigh.element_errors import ORDERS, ElementErrors, Moments, Rounding
 from numpyro_fed.weigh.weights import max_k_hat
 
+# Draws below which k-hat is not judged: its generalised
+# Pareto is fitted to at most a fifth of them.
+MIN_DRAWS = 100
+# Sds within which a mean is right, and share within which an sd is: the target of all benchmarks.
+TOLERANCE = 0.1
+# Standard error, as a share of this, up to which means and sds count as known: more than three such
+# errors are the tolerance. Half of it needs four times as many draws; with twice of it one mean in
+# ten would be off by more.
+MAX_ERROR = 0.3
 # Share of effective draws above which only tails are unsure:
 # nf.fit then tries more draws before a better proposal.
 MANY_SHARE = 0.3
+QUANTILES_KNOWN = "Medians and quantiles are known: use these."
+Spoils = Literal["all", "details", "spreads"]
 CorrectedRun = TypeVar("CorrectedRun", bound=FederatedRun)
+
+
+class Doubt(NamedTuple):
+    """A reason against a posterior, its remedy, and which part of the posterior it spoils."""
+
+    reason: str
+    remedy: str = ""
+    spoils: Spoils = "all"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a posterior can be trusted, and why not.
+
+    ``doubts``: The gravest one first, which is the one that is told.
+    ``figures``: The numbers that it rests on, in words.
+    ``reservation``: Which means and sds do not exist, in words, where quantiles are known.
+    ``enough_draws``: Whether there are draws enough to tell.
+    """
+
+    doubts: tuple[Doubt, ...]
+    figures: str = ""
+    reservation: str = ""
+    enough_draws: bool = True
+
+    @property
+    def trusted(self) -> bool:
+        """Whether nothing speaks against it, and there are draws enough to tell."""
+        return self.enough_draws and not self.doubts
+
+    @property
+    def reason(self) -> str:
+        """The gravest reason not to trust it; empty where there is none."""
+        if self.doubts:
+            return self.doubts[0].reason
+        return "" if self.enough_draws else "too few draws to tell"
+
+    def __str__(self) -> str:
+        if not self.enough_draws:
+            return f"Too few draws to tell: k-hat needs {MIN_DRAWS} or more."
+        figures = f" ({self.figures})" if self.figures else ""
+        if self.trusted:
+            trusted = f"The posterior of the globals can be trusted{figures}"
+            but = f", but {self.reservation}: use medians and quantiles there"
+            return f"{trusted}{but if self.reservation else ''}."
+        reason, remedy, spoils = self.doubts[0]
+        do_not = "Do not trust this posterior"
+        if spoils != "all":
+            do_not = f"Do not rely on the posterior's {spoils}"
+        return f"{do_not}: {reason}{figures}. {remedy}".rstrip()
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +226,19 @@ class WeightedDraws(ABC, Generic[CorrectedRun]):
 
     def doubts(self) -> Iterator[Doubt]:
         """Yield all that speaks against the draws, the gravest first."""
-        return doubts_of_draws(self)
+        remedy = f"Try {self._advice}."
+        if not self.precise:
+            yield Doubt(self._rounding.words(self._sites), self._rounding.remedy)
+        if not self.reliable and self.many_draws_count:
+            yield Doubt("its tails reach beyond what was drawn", remedy, "details")
+        elif not self.reliable:
+            yield Doubt("a few draws carry the weight", remedy)
+        if not self.quantiles_known:
+            error = f"{self.monte_carlo_error:.2g}"
+            what = f"means, sds and quantiles are known to {error} sd only"
+            yield Doubt(what, remedy, "details" if self.moments_known else "spreads")
+        if not self.moments_known:
+            yield Doubt(self.reservation, f"{QUANTILES_KNOWN} {remedy}", "spreads")
 
     @property
     def trusted(self) -> bool:
@@ -191,25 +267,68 @@ class WeightedDraws(ABC, Generic[CorrectedRun]):
     @property
     def figures(self) -> str:
         """Return the numbers that a verdict rests on, in words."""
-        return words.figures(self)
+        return (
+            f"{self.ess:,.0f} effective draws, Pareto k-hat {self.pareto_k:.2f}, "
+            "Monte Carlo error of means, sds and quantiles at most "
+            f"{self.monte_carlo_error:.2g} sd"
+        )
 
     @property
     def _advice(self) -> str:
         """Return in words what to try where the draws are not to be trusted."""
-        return words.advice(self)
+        if self.reliable:
+            return "more num_draws, or a longer fit"
+        if self.many_draws_count:
+            return "more num_draws"
+        return "more rounds, a richer guide or LocallyEnhanced, or more inner_draws"
 
     def report(self) -> str:
         """Return in words whether to trust the corrected posterior, and the fit."""
-        return words.report(self)
+        parts = [str(self.draws_verdict)]
+        if self.log_evidence is not None:
+            parts.append(f"Log evidence {self.log_evidence:.2f}.")
+        shift = np.abs(self._moments.shift)
+        judged = self.reliable and self.precise and len(self.weights) >= MIN_DRAWS
+        if judged and not shift.size:
+            parts.append("There are no globals to compare.")
+        elif judged:
+            moment, coordinate = np.unravel_index(shift.argmax(), shift.shape)
+            name = next(s.name for s in self._sites if s.start <= coordinate < s.stop)
+            off = f"{shift[moment, coordinate]:.2g} sd off"
+            worst = f"the {('mean', 'sd')[moment]} of '{name}' is {off}"
+            # Where the fit is as close as can be told, what is unknown is not its fault.
+            close = (shift + 2 * self._moments.shift_error <= self.accuracy).all()
+            if self.fit_trusted:
+                also = " as well" if self.trusted else ""
+                parts.append(f"The globals of the fit can be trusted{also}: at worst {worst}.")
+            elif not close:
+                parts.append(f"The globals of the fit itself cannot: {worst}. Use the correction.")
+        return " ".join(parts)
 
     @property
     def attributes(self) -> dict[str, float | str]:
         """Return the attributes that go with the draws into ArviZ."""
-        return words.attributes(self)
+        found = dict[str, float | str](ess=self.ess)
+        if not math.isnan(self.pareto_k):  # particles have none
+            found["pareto_k"] = self.pareto_k
+        found["verdict"] = self.report()
+        for order, infinite in zip(ORDERS, self.errors.infinite, strict=True):
+            names = [n for n, no in zip(self.errors.names, infinite, strict=True) if no]
+            if names:
+                found[f"no_{order}"] = ", ".join(names)
+        return found
 
     def saved_words(self, draws: int | None = None) -> SavedWords:
         """Return the correction in the form in which a file keeps it, with all of its draws."""
-        return words.saved_words(self)
+        words = {
+            "verdict": self.report(),
+            "trusted": self.trusted,
+            "log_evidence": self.log_evidence,
+            "ess": self.ess,
+            "pareto_k": self.pareto_k,
+            "accuracy": self.accuracy,
+        }
+        return SavedWords(type(self).__name__, words, self.draws, self.weights)
 
     def __str__(self) -> str:
         return self.report()
@@ -244,3 +363,12 @@ def unless_interrupted(correction: Weighted, interrupted: bool, num_draws: int) 
         "these is in the error's .result, and error.result.save(path) keeps it.",
         result=correction,
     )
+
+
+def check_accuracy(accuracy: float) -> None:
+    """Raise an error for an accuracy that is no share of an sd."""
+    if not 0 < accuracy < 1:
+        raise ValueError(
+            f"accuracy={accuracy!r}: expected a number of posterior sds between 0 and 1, such as "
+            "0.1 (the default) or 0.2 for a first look."
+        )

@@ -54,7 +54,7 @@ class PVIResult(Result):
 
     @property
     def _pvi(self) -> PartitionedVI:
-        return cast(PartitionedVI, self._fit.factors)
+        return cast(PartitionedVI, self._fit.built.factors)
 
     @property
     def _server(self) -> ServerState:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from functools import cache
+from functools import cached_property
 from typing import Any
-
 import jax
 import numpy as np
 from jax import Array
 from scipy.spatial.distance import cdist
-from scipy.stats import gaussian_kde, wasserstein_distance
-
+from scipy.stats import gaussian_kde
+from scipy.stats import wasserstein_distance
 from numpyro_fed.after.arviz import elpd_data
 from numpyro_fed.after.own_rows import outcomes_of_silos
 from numpyro_fed.basics import display
-from numpyro_fed.basics.errors import ConvergenceWarning, DataError, NonFiniteError, optional
+from numpyro_fed.basics.errors import ConvergenceWarning
+from numpyro_fed.basics.errors import DataError
+from numpyro_fed.basics.errors import NonFiniteError
+from numpyro_fed.basics.errors import optional
 from numpyro_fed.basics.programs import double_precision
 from numpyro_fed.basics.trees import element_name
 from numpyro_fed.posterior.corrected import Corrected
@@ -25,9 +30,10 @@ from numpyro_fed.posterior.importance import importance_correct
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.reference.nuts_result import NutsResult
+from numpyro_fed.reference.nuts_result import ROUNDING
 
-# A spread below this share of the mean is rounding: such elements are constants.
-ROUNDING = 1e-5
+
+
 # Effective draws below which NUTS is no reference: its own error of a mean is 0.05 sd at 400.
 MIN_EFFECTIVE = 400
 ABSENT = "-"  # in a table, where there is nothing to compare
@@ -247,10 +253,10 @@ class Comparison:
         head, *rows = self._cells()
         return "".join([display.html_table(head, rows), *map(display.html_words, self._note())])
 
-    def plot(self, *, label: str = "federated", max_panels: int = 24) -> Any:
+    def plot(self, *, label: str = "federated") -> Any:
         """Return a matplotlib figure of the globals' marginal densities, over those of NUTS.
 
-        Needs the extra ``examples``. At most ``max_panels`` elements are drawn, in order.
+        Needs the extra ``examples``. At most 24 elements are drawn, in order.
         """
         elements = [
             (name, i)
@@ -258,7 +264,7 @@ class Comparison:
             for i in np.ndindex(draws.shape[1:])
             if not _constant(draws)[i]
         ]
-        shown = elements[:max_panels]
+        shown = elements[: display.MOST_PANELS]
         figure, axes = display.panels(len(shown))
         handles: list[Any] = []
         for axis, (name, i) in zip(axes, shown, strict=True):

@@ -4,43 +4,52 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
-
+from typing import Any
+from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro import handlers
-from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
-
-from numpyro_fed.after.arviz import (
-    LOG_LIKELIHOOD,
-    POSTERIOR,
-    Coords,
-    Dims,
-    Labels,
-    Named,
-    chains_to_arviz,
-    groups_to_arviz,
-)
-from numpyro_fed.after.own_rows import (
-    SiloAtDraws,
-    WhichSilo,
-    chosen_silos,
-    outcomes_and_rows,
-    parameters_of,
-    values_at,
-)
-from numpyro_fed.after.predict import SEEN, compiled
+from numpyro.diagnostics import effective_sample_size
+from numpyro.diagnostics import split_gelman_rubin
+from numpyro_fed.after.arviz import LOG_LIKELIHOOD
+from numpyro_fed.after.arviz import POSTERIOR
+from numpyro_fed.after.arviz import Coords
+from numpyro_fed.after.arviz import Dims
+from numpyro_fed.after.arviz import Labels
+from numpyro_fed.after.arviz import Named
+from numpyro_fed.after.arviz import chains_to_arviz
+from numpyro_fed.after.arviz import groups_to_arviz
+from numpyro_fed.after.own_rows import SiloAtDraws
+from numpyro_fed.after.own_rows import WhichSilo
+from numpyro_fed.after.own_rows import chosen_silos
+from numpyro_fed.after.own_rows import outcomes_and_rows
+from numpyro_fed.after.own_rows import parameters_of
+from numpyro_fed.after.own_rows import values_at
+from numpyro_fed.after.predict import SEEN
+from numpyro_fed.after.predict import compiled
 from numpyro_fed.after.predict import Draws as Values
-from numpyro_fed.basics.errors import DataError, ModelError, optional, positive_int
-from numpyro_fed.basics.programs import TRACING, in_precision_of_object
+from numpyro_fed.basics.errors import DataError
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.basics.errors import optional
+from numpyro_fed.basics.errors import positive_int
+from numpyro_fed.basics.programs import TRACING
+from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.accurate_densities import log_prob
-from numpyro_fed.posterior.leave_out import MAX_K, Loo, RowsOfSilo, RowSums
+from numpyro_fed.posterior.leave_out import MAX_K
+from numpyro_fed.posterior.leave_out import Loo
+from numpyro_fed.posterior.leave_out import RowsOfSilo
+from numpyro_fed.posterior.leave_out import RowSums
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords
@@ -51,6 +60,8 @@ from numpyro_fed.text.handlers import local_name
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import refuse_parameters_of_rows
 from numpyro_fed.weigh.log_likelihoods import plates_of_rows
+
+
 
 Draws = TypeVar("Draws", np.ndarray, Array)
 Made = TypeVar("Made")
@@ -198,20 +209,20 @@ class NutsResult(Posterior):
     @cached_property
     @in_precision_of_object
     def _rows_left_out(self) -> Loo:
-        arviz, run, chains = optional("arviz"), self.run_behind, self.globals
+        arviz, run = optional("arviz"), self.run_behind
         effective = [float(np.nanmin(e)) for e in self.ess().values() if np.isfinite(e).any()]
         refuse_parameters_of_rows(run._fit.model)
         by_silo = self._log_likelihoods(self.samples)
         values = [np.concatenate(list(by_plate.values()), 1) for by_plate in by_silo]
         joined = np.concatenate(values, 1)
-        shape = next(iter(chains.values())).shape[:2] if chains else (1, len(joined))
-        posterior = {k: Named(v) for k, v in chains.items()} or {ROWS: Named(np.zeros(shape))}
-        density_of = {"y": Named(joined.reshape(*shape, joined.shape[1]), (ROWS,))}
-        data = chains_to_arviz({POSTERIOR: posterior, LOG_LIKELIHOOD: density_of})
+        draws = self.sites_of(None) or {ROWS: np.zeros(len(joined))}
+        posterior = {k: Named(v) for k, v in draws.items()}
+        groups = {POSTERIOR: posterior, LOG_LIKELIHOOD: {"y": Named(joined, (ROWS,))}}
+        data = chains_to_arviz(groups, num_chains=self.num_chains)
         with warnings.catch_warnings():
             # Of k-hats above 0.7, which the table counts.
             warnings.simplefilter("ignore", UserWarning)
-            found = arviz.loo(data, pointwise=True, reff=None if chains else 1.0)
+            found = arviz.loo(data, pointwise=True, reff=None if self.globals else 1.0)
         early = arviz.__version__.startswith("0.")
         density = np.asarray(found["loo_i"] if early else found["elpd_i"], np.float64)
         k = np.asarray(found["pareto_k"], np.float64)
@@ -357,8 +368,7 @@ class NutsResult(Posterior):
     @cached_property
     def samples(self) -> dict[str, np.ndarray]:
         """Return all sites on their supports, chains joined; ``b`` of silo j is ``silo_{j}/b``."""
-        joined = {k: join_chains(v) for k, v in self.globals.items()}
-        return joined | self._locals()
+        return self.sites_of(None) | self._locals()
 
     @cached_property
     def monte_carlo_error(self) -> float:
