@@ -31,28 +31,23 @@ import time
 import tracemalloc
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
 import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from record import table_row
 from record import write as write_record
+
 import numpyro_fed as nf
 from numpyro_fed.basics.programs import precision
-from numpyro_fed.network import InMemory
-from numpyro_fed.network import Sockets
+from numpyro_fed.network import InMemory, Sockets
 from numpyro_fed.network.engines import listen
 from numpyro_fed.rounds import federation as engine_of
-from numpyro_fed.rounds.messages import ACCEPT
-from numpyro_fed.rounds.messages import Question
-from numpyro_fed.rounds.messages import read
-from numpyro_fed.rounds.messages import write
-
-
+from numpyro_fed.rounds.messages import ACCEPT, Question, read, write
 
 KEY = jax.random.key(0)
 FREE = nf.Policy(min_silos=1, min_rows=1, parameters_per_row=1e9, max_places=10**9, max_draws=10**9)

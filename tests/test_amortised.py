@@ -1,6 +1,7 @@
 """Latents of rows by a network that reads them."""
 
 import sys
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,25 +10,19 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+
 import numpyro_fed as nf
-from numpyro_fed.data.minibatches import MinibatchNoise
-from numpyro_fed.data.minibatches import rows_at
+from numpyro_fed.data.minibatches import MinibatchNoise, rows_at
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.guides.local_guides import with_encoders
 from numpyro_fed.guides.objectives import draws_by_plate
-from numpyro_fed.guides.silo_bounds import AtDraw
-from numpyro_fed.guides.silo_bounds import SiloBound
-from numpyro_fed.guides.structured import build_guide
-from numpyro_fed.guides.structured import resolve_guide
+from numpyro_fed.guides.silo_bounds import AtDraw, SiloBound
+from numpyro_fed.guides.structured import build_guide, resolve_guide
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.step import replayed_part
 from numpyro_fed.sfvi.algorithm import SFVIAlgorithm
-from numpyro_fed.text.facts import agree
-from numpyro_fed.text.facts import facts_of
-from numpyro_fed.text.layout import layout_and_buckets
-from numpyro_fed.text.layout import minibatches_of_plates
-
-
+from numpyro_fed.text.facts import agree, facts_of
+from numpyro_fed.text.layout import layout_and_buckets, minibatches_of_plates
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 WIDTH, NOISE = 0.8, 0.5

@@ -7,13 +7,10 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-import numpyro_fed as nf
-from numpyro_fed.after.arviz import Labels
-from numpyro_fed.after.arviz import Named
-from numpyro_fed.after.arviz import chains_to_arviz
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import ModelError
 
+import numpyro_fed as nf
+from numpyro_fed.after.arviz import Labels, Named, chains_to_arviz
+from numpyro_fed.basics.errors import DataError, ModelError
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

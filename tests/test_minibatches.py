@@ -8,12 +8,10 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from problems import build
-from problems import jitter
+from problems import build, jitter
+
 import numpyro_fed as nf
-from numpyro_fed.data.minibatches import MinibatchNoise
-from numpyro_fed.data.minibatches import draw_minibatch
-from numpyro_fed.data.minibatches import rows_at
+from numpyro_fed.data.minibatches import MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.guides.objectives import draws_by_plate
 from numpyro_fed.guides.silo_bounds import SiloBound
@@ -21,9 +19,7 @@ from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.exchange import Replies
 from numpyro_fed.rounds.step import replayed_part
 from numpyro_fed.sfvi.algorithm import SFVIAlgorithm
-from numpyro_fed.text.layout import layout_and_buckets
-from numpyro_fed.text.layout import minibatches_of_plates
-
+from numpyro_fed.text.layout import layout_and_buckets, minibatches_of_plates
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 

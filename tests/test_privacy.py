@@ -2,39 +2,32 @@
 
 import dataclasses
 import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import cut
+
 import numpyro_fed as nf
 from numpyro_fed.basics.files import Store
+from numpyro_fed.basics.programs import precision
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.dp_newton import algorithm as private_newton
 from numpyro_fed.dp_newton import method as private
 from numpyro_fed.dp_newton import units as private_units
-from numpyro_fed.dp_newton.algorithm import Answered
-from numpyro_fed.dp_newton.algorithm import NewtonQuestion
-from numpyro_fed.dp_newton.algorithm import PrivateNewton
-from numpyro_fed.dp_newton.units import PrivateUnits
-from numpyro_fed.dp_newton.units import Releases
+from numpyro_fed.dp_newton.algorithm import Answered, NewtonQuestion, PrivateNewton
+from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.network.engines import InMemory
-from numpyro_fed.privacy.budget import Spent
-from numpyro_fed.privacy.budget import epsilon_of
-from numpyro_fed.privacy.budget import noisy
+from numpyro_fed.network.policy import LEDGER, Ledger
+from numpyro_fed.privacy.budget import Spent, epsilon_of, noisy
 from numpyro_fed.rounds import messages
 from numpyro_fed.rounds.exchange import ExchangeId
 from numpyro_fed.text.split import split
-from numpyro_fed.basics.programs import precision
-from numpyro_fed.network.policy import LEDGER
-from numpyro_fed.network.policy import Ledger
-
-
 
 KEY = jax.random.key(0)
 BUDGET = nf.Privacy(epsilon=1.0, delta=1e-5)

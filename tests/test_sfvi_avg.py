@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+
 import jax
 import jax.numpy as jnp
 import models
@@ -11,18 +12,13 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from cases import mark_slow
-from problems import cut
-from problems import glmm
-from problems import glmm_silos
+from problems import cut, glmm, glmm_silos
+
 import numpyro_fed as nf
-from numpyro_fed.basics.errors import GuideError
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.rounds.exchange import Replies
+from numpyro_fed.basics.errors import GuideError, ModelError
+from numpyro_fed.rounds.exchange import Replies, combine
 from numpyro_fed.rounds.step import replayed_part
 from numpyro_fed.sfvi.averaging import Aggregation
-from numpyro_fed.rounds.exchange import combine
-
-
 
 KEY = jax.random.key(0)
 

@@ -6,33 +6,29 @@ Beside draws there are further groups: predictions, densities, and the data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import Any
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
 import jax
 import numpy as np
 from jax import Array
-from numpyro_fed.after.own_rows import ALL
-from numpyro_fed.after.own_rows import OWN_ROWS
-from numpyro_fed.after.own_rows import Run
-from numpyro_fed.after.own_rows import WhichSilo
-from numpyro_fed.after.own_rows import chosen_silos
-from numpyro_fed.after.own_rows import drawn_from_prior
-from numpyro_fed.after.own_rows import outcomes_and_rows
+
+from numpyro_fed.after.own_rows import (
+    ALL,
+    OWN_ROWS,
+    Run,
+    WhichSilo,
+    chosen_silos,
+    drawn_from_prior,
+    outcomes_and_rows,
+)
 from numpyro_fed.after.predict import SEEN
 from numpyro_fed.after.questions import Questions
 from numpyro_fed.after.sensitivity import log_prior_on_supports
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import optional
+from numpyro_fed.basics.errors import DataError, ModelError, optional
 from numpyro_fed.basics.programs import precision
 from numpyro_fed.data.padding import arrays_with_rows
 from numpyro_fed.text.log_density import axes_of
-
-
 
 POSTERIOR, LOG_LIKELIHOOD, LOG_PRIOR = "posterior", "log_likelihood", "log_prior"
 ROW = "row"  # the name of the axis of rows

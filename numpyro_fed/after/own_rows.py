@@ -9,35 +9,21 @@ compiled for each size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
-from functools import partial
-from typing import Any
-from typing import NamedTuple
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro_fed.after.predict import SEEN
-from numpyro_fed.after.predict import Draws
-from numpyro_fed.after.predict import Programs
-from numpyro_fed.after.predict import compiled
-from numpyro_fed.after.predict import predictor
-from numpyro_fed.data.padding import Filling
-from numpyro_fed.data.padding import arrays_with_rows
-from numpyro_fed.data.padding import padded_arrays
-from numpyro_fed.data.padding import source_rows
-from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.data.silo_data import Sizes
+
+from numpyro_fed.after.predict import SEEN, Draws, Programs, compiled, predictor
+from numpyro_fed.data.padding import Filling, arrays_with_rows, padded_arrays, source_rows
+from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.text.log_density import outcomes_at
 from numpyro_fed.text.row_checks import default_rtol
-from numpyro_fed.guides.guide import GlobalDraws
-
-
 
 NEW, OWN_ROWS = "new", "own rows"
 ALL = "all"

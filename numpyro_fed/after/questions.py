@@ -3,45 +3,44 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC
-from abc import abstractmethod
-from collections.abc import Mapping
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
+
 import jax
 import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
-from numpyro_fed.after.own_rows import ALL
-from numpyro_fed.after.own_rows import NEW
-from numpyro_fed.after.own_rows import OWN_ROWS
-from numpyro_fed.after.own_rows import SiloAtDraws
-from numpyro_fed.after.own_rows import WhichSilo
-from numpyro_fed.after.own_rows import check_name
-from numpyro_fed.after.own_rows import drawn_from_prior
-from numpyro_fed.after.own_rows import outcomes_of_silos
-from numpyro_fed.after.own_rows import parameters_of
-from numpyro_fed.after.own_rows import programs_of
-from numpyro_fed.after.own_rows import silo_number
-from numpyro_fed.after.own_rows import silos_at_draws
-from numpyro_fed.after.own_rows import values_at
-from numpyro_fed.after.predict import check_means
-from numpyro_fed.after.predict import global_latents
-from numpyro_fed.after.predict import new_rows
-from numpyro_fed.after.predict import outer_sites
-from numpyro_fed.after.predict import with_blocks
+
+from numpyro_fed.after.own_rows import (
+    ALL,
+    NEW,
+    OWN_ROWS,
+    SiloAtDraws,
+    WhichSilo,
+    check_name,
+    drawn_from_prior,
+    outcomes_of_silos,
+    parameters_of,
+    programs_of,
+    silo_number,
+    silos_at_draws,
+    values_at,
+)
+from numpyro_fed.after.predict import (
+    check_means,
+    global_latents,
+    new_rows,
+    outer_sites,
+    predictor,
+    with_blocks,
+)
 from numpyro_fed.after.sensitivity import PriorSensitivity
 from numpyro_fed.basics import display
-from numpyro_fed.basics.errors import ConvergenceWarning
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import positive_int
+from numpyro_fed.basics.errors import ConvergenceWarning, DataError, ModelError, positive_int
+from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.basics.trees import elements
 from numpyro_fed.rounds.progress import shows
-from numpyro_fed.basics.programs import in_precision_of_object
-from numpyro_fed.after.predict import predictor
-
-
 
 
 class Questions(ABC):

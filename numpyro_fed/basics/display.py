@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from textwrap import fill
 from typing import TYPE_CHECKING
+
 import numpy as np
+
 from numpyro_fed.basics.errors import optional
 from numpyro_fed.basics.trees import element_name
-
-
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

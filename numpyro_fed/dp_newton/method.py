@@ -4,63 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
 import jax
 import numpy as np
 from jax import Array
-from numpyro_fed.basics.errors import CoupledRowsError
-from numpyro_fed.basics.errors import GuideError
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import SavedStateError
-from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.data.silo_data import SilosInput
-from numpyro_fed.dp_newton.algorithm import NEAR
-from numpyro_fed.dp_newton.algorithm import PrivateNewton
-from numpyro_fed.dp_newton.units import PrivateUnits
-from numpyro_fed.dp_newton.units import Releases
-from numpyro_fed.guides.objectives import ELBO
-from numpyro_fed.guides.objectives import default_quadrature
-from numpyro_fed.guides.quadrature import default_nodes
-from numpyro_fed.guides.quadrature import quadrature_misfit
-from numpyro_fed.guides.structured import GuideConfig
-from numpyro_fed.guides.structured import Structured
-from numpyro_fed.guides.structured import build_guide
-from numpyro_fed.guides.structured import resolve_guide
-from numpyro_fed.methods.method import PlanSize
-from numpyro_fed.methods.method import RunOptions
+
+from numpyro_fed.basics.errors import CoupledRowsError, GuideError, ModelError, SavedStateError
+from numpyro_fed.data.silo_data import SiloData, SilosInput
+from numpyro_fed.dp_newton.algorithm import NEAR, PrivateNewton
+from numpyro_fed.dp_newton.units import PrivateUnits, Releases
+from numpyro_fed.guides.objectives import ELBO, default_quadrature
+from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
+from numpyro_fed.guides.structured import GuideConfig, Structured, build_guide, resolve_guide
+from numpyro_fed.methods.method import PlanSize, RunOptions
+from numpyro_fed.methods.party_side import check_rows_alone
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.methods.start import Begun
-from numpyro_fed.posterior.built import Built
-from numpyro_fed.posterior.built import CompiledMethod
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.privacy.budget import Privacy
-from numpyro_fed.privacy.budget import Spent
-from numpyro_fed.privacy.budget import noisy
-from numpyro_fed.rounds.exchange import AnyAlgorithm
-from numpyro_fed.rounds.exchange import Exchange
-from numpyro_fed.rounds.exchange import ExchangeId
-from numpyro_fed.rounds.exchange import Round
-from numpyro_fed.rounds.exchange import Up
+from numpyro_fed.privacy.budget import Privacy, Spent, noisy
+from numpyro_fed.rounds.exchange import AnyAlgorithm, Exchange, ExchangeId, Round, Up
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.names import PRIVATE_SUMS
-from numpyro_fed.rounds.runtime import Log
-from numpyro_fed.rounds.runtime import RunOutcome
-from numpyro_fed.rounds.runtime import RunStatus
-from numpyro_fed.rounds.runtime import State
-from numpyro_fed.rounds.silos import Batches
-from numpyro_fed.rounds.silos import ServerData
-from numpyro_fed.rounds.silos import Silos
+from numpyro_fed.rounds.runtime import Log, RunOutcome, RunStatus, State
+from numpyro_fed.rounds.silos import Batches, ServerData, Silos
 from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.search.influence import Factors
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.methods.party_side import check_rows_alone
-
-
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
 GLOBALS_UP_TO = 300

@@ -4,60 +4,47 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
 import numpy as np
 from jax import Array
-from numpyro_fed.basics.errors import ConvergenceWarning
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import Interrupted
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import ModelWarning
-from numpyro_fed.basics.errors import SilosError
-from numpyro_fed.basics.errors import one_of
-from numpyro_fed.basics.errors import positive_int
+
+from numpyro_fed.basics.errors import (
+    ConvergenceWarning,
+    DataError,
+    Interrupted,
+    ModelError,
+    ModelWarning,
+    SilosError,
+    one_of,
+    positive_int,
+)
+from numpyro_fed.basics.programs import precision as precision_as
 from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.dp_newton.method import DPNewton
-from numpyro_fed.fitting.ladder import reached_so_far
-from numpyro_fed.fitting.ladder import run_steps
-from numpyro_fed.fitting.steps import FitProblem
-from numpyro_fed.fitting.steps import FitSteps
-from numpyro_fed.posterior.posterior import Posterior
-from numpyro_fed.posterior.posterior import Stage
+from numpyro_fed.fitting.ladder import reached_so_far, run_steps
+from numpyro_fed.fitting.steps import FitProblem, FitSteps
+from numpyro_fed.posterior.posterior import Posterior, Stage
+from numpyro_fed.posterior.weighted_draws import TOLERANCE, check_accuracy
 from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.rounds.compiled_loop import compiled_runtime
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.messages import SEARCH
-from numpyro_fed.rounds.progress import StageBar
-from numpyro_fed.rounds.progress import in_sight
+from numpyro_fed.rounds.progress import StageBar, in_sight
 from numpyro_fed.rounds.silos import on_device
-from numpyro_fed.search.expand import effects_of
-from numpyro_fed.search.expand import flat_size
+from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.lbfgs import LBFGSSearch
-from numpyro_fed.search.mode import CurvatureCheck
-from numpyro_fed.search.mode import Mode
-from numpyro_fed.search.mode import mode_of_search
-from numpyro_fed.search.mode_search import MANY_EFFECTS
-from numpyro_fed.search.mode_search import SEARCHED_UP_TO
-from numpyro_fed.search.mode_search import ModeSearch
+from numpyro_fed.search.mode import CurvatureCheck, Mode, mode_of_search
+from numpyro_fed.search.mode_search import MANY_EFFECTS, SEARCHED_UP_TO, ModeSearch
 from numpyro_fed.search.newton import NewtonSearch
-from numpyro_fed.search.run_search import coupling_reason
-from numpyro_fed.search.run_search import not_found_error
-from numpyro_fed.search.run_search import run_search
+from numpyro_fed.search.run_search import coupling_reason, not_found_error, run_search
 from numpyro_fed.sfvi.method import SFVI
 from numpyro_fed.text.layout import layout_and_buckets
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.basics.programs import precision as precision_as
-from numpyro_fed.posterior.weighted_draws import TOLERANCE
-from numpyro_fed.posterior.weighted_draws import check_accuracy
-
-
 
 MAX_EXCHANGES = 10_000  # messages of each silo, at most
 PRECISIONS = ("double", "single")

@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
 import jax
 import numpy as np
 from jax import Array
-from numpyro_fed.after.arviz import Coords
-from numpyro_fed.after.arviz import Dims
-from numpyro_fed.after.arviz import Labels
-from numpyro_fed.after.arviz import to_arviz
+
+from numpyro_fed.after.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.basics import display
-from numpyro_fed.basics.errors import SavedStateError
-from numpyro_fed.basics.errors import positive_int
+from numpyro_fed.basics.errors import SavedStateError, positive_int
 from numpyro_fed.basics.files import npz
+from numpyro_fed.basics.programs import in_precision_of_object, precision
 from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.dp_newton.method import DPNewton
-from numpyro_fed.fitting.fit import MAX_EXCHANGES
-from numpyro_fed.fitting.fit import FitCall
+from numpyro_fed.fitting.fit import MAX_EXCHANGES, FitCall
+from numpyro_fed.methods.method import rebuilt
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.particles import Particles
 from numpyro_fed.posterior.posterior import Stage
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.saving import DRAWS
-from numpyro_fed.posterior.saving import WEIGHTS
-from numpyro_fed.posterior.saving import read
+from numpyro_fed.posterior.saving import DRAWS, WEIGHTS, read
+from numpyro_fed.posterior.weighted_draws import TOLERANCE
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.search.mode import LocalMode
-from numpyro_fed.sfvi.method import SFVI
-from numpyro_fed.sfvi.method import SFVIAvg
+from numpyro_fed.sfvi.method import SFVI, SFVIAvg
 from numpyro_fed.weigh.weights import systematic_resample
-from numpyro_fed.methods.method import rebuilt
-from numpyro_fed.basics.programs import in_precision_of_object
-from numpyro_fed.basics.programs import precision
-from numpyro_fed.posterior.weighted_draws import TOLERANCE
-
-
 
 METHODS: dict[str, type[RowMethod[Any, Any]]] = {
     kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg, DPNewton)

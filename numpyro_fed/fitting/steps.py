@@ -27,7 +27,7 @@ from numpyro_fed.basics.errors import (
 from numpyro_fed.data.silo_data import ReadSilos, read_all
 from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced, default_quadrature
-from numpyro_fed.methods.recipe import method_model
+from numpyro_fed.methods.method import method_model
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.importance import AT_ONCE, InnerDraws, correct_from, importance_correct
 from numpyro_fed.posterior.posterior import Stage

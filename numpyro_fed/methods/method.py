@@ -6,64 +6,48 @@ elsewhere.
 
 from __future__ import annotations
 
-from abc import ABC
-from abc import abstractmethod
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import fields
-from dataclasses import is_dataclass
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-from typing import Generic
-from typing import NamedTuple
-from typing import TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
 from jax import Array
-from numpyro_fed import guides
-from numpyro_fed import local
-from numpyro_fed.basics.errors import CallbackError
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import Interrupted
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import NonFiniteError
-from numpyro_fed.basics.errors import SavedStateError
-from numpyro_fed.basics.errors import one_of
-from numpyro_fed.basics.errors import positive_int
+
+from numpyro_fed import guides, local
+from numpyro_fed.basics.errors import (
+    CallbackError,
+    DataError,
+    Interrupted,
+    ModelError,
+    NonFiniteError,
+    SavedStateError,
+    one_of,
+    positive_int,
+)
 from numpyro_fed.guides import objectives
 from numpyro_fed.methods.start import Begun
-from numpyro_fed.numerics import divergences
-from numpyro_fed.numerics import losses
+from numpyro_fed.numerics import divergences, losses
 from numpyro_fed.posterior.at_silo import AtSilo
-from numpyro_fed.posterior.built import Built
-from numpyro_fed.posterior.built import CompiledMethod
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.run import FederatedRun
-from numpyro_fed.posterior.saving import MethodSpec
-from numpyro_fed.posterior.saving import load_state
+from numpyro_fed.posterior.saving import MethodSpec, load_state
 from numpyro_fed.privacy import budget
 from numpyro_fed.rounds import schedules
 from numpyro_fed.rounds.compiled_loop import compiled_runtime
 from numpyro_fed.rounds.exchange import FederatedAlgorithm
 from numpyro_fed.rounds.federation import Federation
-from numpyro_fed.rounds.messages import BEGIN
-from numpyro_fed.rounds.messages import SEARCH
+from numpyro_fed.rounds.messages import BEGIN, SEARCH
 from numpyro_fed.rounds.plain_loop import plain_runtime
 from numpyro_fed.rounds.progress import Progress
-from numpyro_fed.rounds.remote import Channel
-from numpyro_fed.rounds.remote import Weights
-from numpyro_fed.rounds.remote import remote_runtime
-from numpyro_fed.rounds.runtime import RunOutcome
-from numpyro_fed.rounds.runtime import Runtime
-from numpyro_fed.rounds.runtime import run_rounds
+from numpyro_fed.rounds.remote import Channel, Weights, remote_runtime
+from numpyro_fed.rounds.runtime import RunOutcome, Runtime, run_rounds
 from numpyro_fed.rounds.schedules import Schedule
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.fingerprint import source_hash
-import jax
-
-
 
 RUNTIMES: dict[str, Callable[..., Runtime]] = {
     "simulation": compiled_runtime,

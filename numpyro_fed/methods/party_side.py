@@ -8,76 +8,42 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
-from functools import cache
-from functools import partial
-from typing import TYPE_CHECKING
-from typing import Any
-from typing import Generic
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import GuideError
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import positive_int
+
+from numpyro_fed.basics.errors import DataError, GuideError, ModelError, positive_int
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data import silo_data
 from numpyro_fed.data.minibatches import Minibatches
 from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.guide import Guide
-from numpyro_fed.methods.method import FederatedMethod
-from numpyro_fed.methods.method import PlanSize
-from numpyro_fed.posterior.at_silo import AtSilo
-from numpyro_fed.posterior.at_silo import outer_round
-from numpyro_fed.posterior.built import Built
-from numpyro_fed.posterior.built import CompiledMethod
+from numpyro_fed.methods.method import FederatedMethod, PlanSize
+from numpyro_fed.posterior.at_silo import AtSilo, outer_round
+from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.importance import log_likelihood_exchange
-from numpyro_fed.posterior.leave_out import leave_out_exchange
-from numpyro_fed.posterior.leave_out import loo_exchange
+from numpyro_fed.posterior.leave_out import leave_out_exchange, loo_exchange
 from numpyro_fed.posterior.particles import tempering_of
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.rounds.exchange import AnyAlgorithm
-from numpyro_fed.rounds.exchange import ExchangeId
-from numpyro_fed.rounds.exchange import Round
-from numpyro_fed.rounds.names import IMPORTANCE
-from numpyro_fed.rounds.names import INFLUENCE
-from numpyro_fed.rounds.names import LEAVE_OUT
-from numpyro_fed.rounds.names import LOO
-from numpyro_fed.rounds.names import OUTER_LATENTS
-from numpyro_fed.rounds.names import TEMPERED
+from numpyro_fed.rounds.exchange import AnyAlgorithm, ExchangeId, Round
+from numpyro_fed.rounds.names import IMPORTANCE, INFLUENCE, LEAVE_OUT, LOO, OUTER_LATENTS, TEMPERED
 from numpyro_fed.rounds.runtime import State
 from numpyro_fed.search.expand import flat_size
 from numpyro_fed.search.influence import Influence
 from numpyro_fed.search.run_search import coupling_reason
-from numpyro_fed.text.facts import Facts
-from numpyro_fed.text.facts import Plan
-from numpyro_fed.text.facts import agree
-from numpyro_fed.text.facts import check_plan
-from numpyro_fed.text.facts import facts_of
-from numpyro_fed.text.facts import with_terms
-from numpyro_fed.text.layout import Layout
-from numpyro_fed.text.layout import layout_of
+from numpyro_fed.text.facts import Facts, Plan, agree, check_plan, facts_of, with_terms
+from numpyro_fed.text.layout import WHOLE, Layout, layout_of, minibatches_of_plates
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.row_arrays import WHOLE
-from numpyro_fed.text.row_arrays import minibatches_of_plates
-from numpyro_fed.text.row_checks import RowChecks
-from numpyro_fed.text.row_checks import check_rows_apart
-from numpyro_fed.text.row_checks import refuse_coupled_rows
+from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.text.split import split
 from numpyro_fed.weigh.log_likelihoods import rows_that_count
-
-
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

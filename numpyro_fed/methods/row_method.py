@@ -10,62 +10,42 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Generic
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import GuideError
-from numpyro_fed.basics.errors import one_of
-from numpyro_fed.data.padding import Bucket
-from numpyro_fed.data.padding import one_by_one
-from numpyro_fed.data.silo_data import SilosInput
-from numpyro_fed.data.silo_data import read_all
-from numpyro_fed.data.silo_data import signature
+
+from numpyro_fed.basics.errors import DataError, GuideError, one_of
+from numpyro_fed.data.padding import Bucket, one_by_one
+from numpyro_fed.data.silo_data import SilosInput, read_all, signature
 from numpyro_fed.data.tables import SiloInput
-from numpyro_fed.methods.method import RUNTIMES
-from numpyro_fed.methods.method import RunOptions
-from numpyro_fed.methods.method import for_silos
-from numpyro_fed.methods.method import in_process
-from numpyro_fed.methods.method import over_federation
-from numpyro_fed.methods.method import recipe
-from numpyro_fed.methods.party_side import Found
-from numpyro_fed.methods.party_side import PartySide
-from numpyro_fed.methods.party_side import Prepared
-from numpyro_fed.methods.start import begin_run
-from numpyro_fed.methods.start import with_or_without_start
+from numpyro_fed.methods.method import (
+    RUNTIMES,
+    RunOptions,
+    for_silos,
+    in_process,
+    over_federation,
+    recipe,
+)
+from numpyro_fed.methods.party_side import Found, PartySide, Prepared
+from numpyro_fed.methods.start import begin_run, with_or_without_start
 from numpyro_fed.posterior.built import CompiledMethod
 from numpyro_fed.posterior.result import Result
+from numpyro_fed.posterior.run import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.progress import Progress
-from numpyro_fed.rounds.runtime import Runtime
-from numpyro_fed.rounds.runtime import State
-from numpyro_fed.rounds.silos import Silos
-from numpyro_fed.rounds.silos import on_device
-from numpyro_fed.text.facts import Facts
-from numpyro_fed.text.facts import Plan
-from numpyro_fed.text.facts import agree
-from numpyro_fed.text.facts import facts_of
-from numpyro_fed.text.layout import Layout
-from numpyro_fed.text.layout import layout_of
-from numpyro_fed.text.row_checks import RowChecks
-from numpyro_fed.text.row_checks import check_rows_apart
-from numpyro_fed.posterior.run import COPIES
-from numpyro_fed.posterior.run import Cost
-from numpyro_fed.posterior.run import cost_of
-from numpyro_fed.posterior.run import state_sizes
-
-
+from numpyro_fed.rounds.runtime import Runtime, State
+from numpyro_fed.rounds.silos import Silos, on_device
+from numpyro_fed.text.facts import Facts, Plan, agree, facts_of
+from numpyro_fed.text.layout import Layout, layout_of
+from numpyro_fed.text.row_checks import RowChecks, check_rows_apart
 
 
 @dataclass(frozen=True)

@@ -9,63 +9,54 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import replace
-from typing import Any
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import NonFiniteError
-from numpyro_fed.basics.errors import SavedStateError
-from numpyro_fed.basics.errors import StartWarning
+
+from numpyro_fed.basics.errors import (
+    DataError,
+    GuideError,
+    ModelError,
+    NonFiniteError,
+    SavedStateError,
+    StartWarning,
+)
+from numpyro_fed.basics.programs import to_current_precision
 from numpyro_fed.basics.trees import drop_weak_types
-from numpyro_fed.posterior.built import CompiledMethod
-from numpyro_fed.posterior.built import StartRounds
+from numpyro_fed.numerics import linalg
+from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO, Gaussian
+from numpyro_fed.posterior.built import CompiledMethod, StartRounds
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.rounds.exchange import Round
 from numpyro_fed.rounds.messages import SEARCH
 from numpyro_fed.rounds.progress import Progress
-from numpyro_fed.rounds.runtime import State
-from numpyro_fed.rounds.runtime import failed_silos
+from numpyro_fed.rounds.runtime import State, failed_silos
 from numpyro_fed.rounds.schedules import init_schedule
-from numpyro_fed.rounds.silos import Batches
-from numpyro_fed.rounds.silos import Silos
+from numpyro_fed.rounds.silos import Batches, Silos
+from numpyro_fed.rounds.states import CarriedSilo, Private, Shared
 from numpyro_fed.rounds.step import Conversation
-from numpyro_fed.search.expand import effects_of
-from numpyro_fed.search.expand import flat_size
+from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.lbfgs import LBFGSSearch
-from numpyro_fed.search.mode import CurvatureCheck
-from numpyro_fed.search.mode import Mode
-from numpyro_fed.search.mode import mode_of_search
-from numpyro_fed.search.mode_search import MANY_EFFECTS
-from numpyro_fed.search.mode_search import SEARCHED_UP_TO
-from numpyro_fed.search.mode_search import BestPoints
+from numpyro_fed.search.mode import CurvatureCheck, Mode, mode_of_search
+from numpyro_fed.search.mode_search import MANY_EFFECTS, SEARCHED_UP_TO, BestPoints
 from numpyro_fed.search.newton import NewtonSearch
-from numpyro_fed.search.run_search import at_silos
-from numpyro_fed.search.run_search import coupling_reason
-from numpyro_fed.search.run_search import curvature_usable
-from numpyro_fed.search.run_search import factors_at_mode
-from numpyro_fed.search.run_search import not_found_error
-from numpyro_fed.search.run_search import reason_or_raise
-from numpyro_fed.search.run_search import run_search
+from numpyro_fed.search.run_search import (
+    at_silos,
+    coupling_reason,
+    curvature_usable,
+    factors_at_mode,
+    not_found_error,
+    reason_or_raise,
+    run_search,
+)
+from numpyro_fed.search.start_point import StartPoint
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.vertical.result import VerticalStart
-from functools import partial
-import jax.numpy as jnp
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import GuideError
-from numpyro_fed.basics.precision import to_current_precision
-from numpyro_fed.numerics import linalg
-from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO
-from numpyro_fed.numerics.gaussian import Gaussian
-from numpyro_fed.rounds.states import CarriedSilo
-from numpyro_fed.rounds.states import Private
-from numpyro_fed.rounds.states import Shared
-from numpyro_fed.search.start_point import StartPoint
-
-
 
 # Globals and shared parameters, up to which a mode is searched for by L-BFGS. It trades hundreds of
 # exchanges of so many numbers against a start far from the posterior.

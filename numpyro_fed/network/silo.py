@@ -7,71 +7,57 @@ import logging
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 from jax import Array
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import GuideError
-from numpyro_fed.basics.errors import MissingExtraError
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import SavedStateError
-from numpyro_fed.basics.files import FolderLock
-from numpyro_fed.basics.files import Store
-from numpyro_fed.basics.files import read_record
+
+from numpyro_fed.basics.errors import (
+    DataError,
+    GuideError,
+    MissingExtraError,
+    ModelError,
+    SavedStateError,
+)
+from numpyro_fed.basics.files import FolderLock, Store, read_record
+from numpyro_fed.basics.programs import is_double, precision
 from numpyro_fed.data.scaling import numbers_of
-from numpyro_fed.data.tables import OTHER
-from numpyro_fed.data.tables import level_counts
+from numpyro_fed.data.tables import OTHER, level_counts
 from numpyro_fed.fitting.load import METHODS
-from numpyro_fed.methods.columns import COLUMNS
-from numpyro_fed.methods.columns import moments_reply
-from numpyro_fed.methods.columns import names_reply
-from numpyro_fed.methods.method import FederatedMethod
-from numpyro_fed.methods.method import rebuilt
+from numpyro_fed.methods.columns import COLUMNS, moments_reply, names_reply
+from numpyro_fed.methods.method import FederatedMethod, rebuilt
 from numpyro_fed.methods.row_method import RowMethod
-from numpyro_fed.network.policy import Policy
+from numpyro_fed.network.engines import MAX_BYTES
+from numpyro_fed.network.policy import Ledger, Policy, evaluations
 from numpyro_fed.network.silo_runs import SiloRuns
-from numpyro_fed.network.silo_sums import SecureSums
-from numpyro_fed.network.silo_sums import asked_of_all
+from numpyro_fed.network.silo_sums import SecureSums, asked_of_all
 from numpyro_fed.privacy.budget import PrivacyWarning
 from numpyro_fed.privacy.masks import fingerprint
 from numpyro_fed.rounds.keys import typed_key
-from numpyro_fed.rounds.messages import ACCEPT
-from numpyro_fed.rounds.messages import BEGINNINGS
-from numpyro_fed.rounds.messages import DESCRIBE
-from numpyro_fed.rounds.messages import GO_ON
-from numpyro_fed.rounds.messages import LEVELS
-from numpyro_fed.rounds.messages import OF_DATA
-from numpyro_fed.rounds.messages import Question
-from numpyro_fed.rounds.messages import read
-from numpyro_fed.rounds.messages import refusal
-from numpyro_fed.rounds.messages import write
-from numpyro_fed.rounds.names import LOO
-from numpyro_fed.rounds.names import OUTER_LATENTS
-from numpyro_fed.rounds.secure_sums import KEYS
-from numpyro_fed.rounds.secure_sums import PEERS
-from numpyro_fed.rounds.secure_sums import SECURE
-from numpyro_fed.rounds.secure_sums import SUM
-from numpyro_fed.rounds.secure_sums import Terms
-from numpyro_fed.rounds.secure_sums import check_summed
+from numpyro_fed.rounds.messages import (
+    ACCEPT,
+    BEGINNINGS,
+    DESCRIBE,
+    GO_ON,
+    LEVELS,
+    OF_DATA,
+    Question,
+    read,
+    refusal,
+    write,
+)
+from numpyro_fed.rounds.names import LOO, OUTER_LATENTS
+from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, SUM, Terms, check_summed
 from numpyro_fed.text.facts import describe
 from numpyro_fed.text.fingerprint import source_hash
 from numpyro_fed.vertical.method import VerticalMethod
 from numpyro_fed.vertical.soul import SOUL
 from numpyro_fed.vertical.vfl import VFL
-from numpyro_fed.basics.programs import is_double
-from numpyro_fed.basics.programs import precision
-from numpyro_fed.network.engines import MAX_BYTES
-from numpyro_fed.network.policy import Ledger
-from numpyro_fed.network.policy import evaluations
-
-
 
 # Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of
 # nf.fit describes three.

@@ -16,52 +16,45 @@ import copy
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
-from typing import Self
+from typing import Any, Self
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import ModelError
+
+from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.files import Store
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.methods.method import PlanSize
 from numpyro_fed.methods.row_method import RowMethod
-from numpyro_fed.posterior.at_silo import AtSilo
-from numpyro_fed.posterior.at_silo import Held
-from numpyro_fed.rounds.exchange import Exchange
-from numpyro_fed.rounds.exchange import ExchangeId
-from numpyro_fed.rounds.exchange import unknown_exchange
+from numpyro_fed.posterior.at_silo import AtSilo, Held
+from numpyro_fed.rounds.exchange import Exchange, ExchangeId, unknown_exchange
 from numpyro_fed.rounds.keys import silo_key
-from numpyro_fed.rounds.messages import BEGIN
-from numpyro_fed.rounds.messages import BEGINNINGS
-from numpyro_fed.rounds.messages import DRAWS
-from numpyro_fed.rounds.messages import GO_ON
-from numpyro_fed.rounds.messages import SEARCH
-from numpyro_fed.rounds.messages import WITHOUT_START
-from numpyro_fed.rounds.messages import MessageShapes
-from numpyro_fed.rounds.messages import Question
-from numpyro_fed.rounds.messages import message_shapes
-from numpyro_fed.rounds.messages import pack
-from numpyro_fed.rounds.messages import read
-from numpyro_fed.rounds.messages import unpack
-from numpyro_fed.rounds.messages import write
+from numpyro_fed.rounds.messages import (
+    BEGIN,
+    BEGINNINGS,
+    DRAWS,
+    GO_ON,
+    SEARCH,
+    WITHOUT_START,
+    MessageShapes,
+    Question,
+    message_shapes,
+    pack,
+    read,
+    unpack,
+    write,
+)
 from numpyro_fed.rounds.states import Sampled
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.vertical.method import VerticalMethod
-from dataclasses import replace
-
-
 
 AnyMethod = RowMethod[Any, Any] | VerticalMethod[Any]
 # Compiled exchanges that a silo keeps. A run has at most ten; a server that asks for corrections of

@@ -12,39 +12,33 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro_fed.after.predict import Predict
-from numpyro_fed.after.predict import check_means
-from numpyro_fed.after.predict import global_latents
-from numpyro_fed.after.predict import new_rows
-from numpyro_fed.after.predict import outer_sites
-from numpyro_fed.after.predict import predictor
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import ReplyError
+
+from numpyro_fed.after.predict import (
+    Predict,
+    check_means,
+    global_latents,
+    new_rows,
+    outer_sites,
+    predictor,
+)
+from numpyro_fed.basics.errors import DataError, ModelError, ReplyError
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.sampler import Sampler
-from numpyro_fed.rounds.exchange import Ask
-from numpyro_fed.rounds.exchange import Combine
-from numpyro_fed.rounds.exchange import Exchange
-from numpyro_fed.rounds.exchange import Info
-from numpyro_fed.rounds.exchange import Reply
-from numpyro_fed.rounds.exchange import Round
+from numpyro_fed.rounds.exchange import Ask, Combine, Exchange, Info, Reply, Round
 from numpyro_fed.rounds.messages import unpack
 from numpyro_fed.rounds.names import OUTER_LATENTS
 from numpyro_fed.rounds.runtime import failed_silos
 from numpyro_fed.text.facts import Facts
 from numpyro_fed.weigh.log_likelihoods import shape_of_draws
-
-
 
 
 class Held(NamedTuple):

@@ -9,59 +9,37 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Hashable
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
-from typing import NamedTuple
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
+
 import jax
 import numpy as np
+
 from numpyro_fed.basics.errors import SavedStateError
-from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.data.silo_data import Sizes
-from numpyro_fed.data.silo_data import signature
+from numpyro_fed.basics.programs import is_double, precision
+from numpyro_fed.data.silo_data import SiloData, Sizes, signature
 from numpyro_fed.guides.guide import Guide
-from numpyro_fed.guides.objectives import ELBO
-from numpyro_fed.guides.objectives import Objective
+from numpyro_fed.guides.objectives import ELBO, Objective
 from numpyro_fed.guides.silo_bounds import bound_of
 from numpyro_fed.posterior.sampler import Sampler
-from numpyro_fed.posterior.saving import MethodSpec
-from numpyro_fed.posterior.saving import Provenance
+from numpyro_fed.posterior.saving import MethodSpec, Provenance
 from numpyro_fed.pvi.server import PartitionedVI
-from numpyro_fed.rounds.exchange import FederatedAlgorithm
-from numpyro_fed.rounds.exchange import Round
-from numpyro_fed.rounds.exchange import unknown_exchange
-from numpyro_fed.rounds.messages import BEGINNINGS
-from numpyro_fed.rounds.messages import GO_ON
-from numpyro_fed.rounds.messages import WITHOUT_START
-from numpyro_fed.rounds.messages import Crossings
-from numpyro_fed.rounds.messages import crossings
-from numpyro_fed.rounds.runtime import Runtime
-from numpyro_fed.rounds.runtime import Single
-from numpyro_fed.rounds.runtime import State
+from numpyro_fed.rounds.exchange import FederatedAlgorithm, Round, unknown_exchange
+from numpyro_fed.rounds.messages import BEGINNINGS, GO_ON, WITHOUT_START, Crossings, crossings
+from numpyro_fed.rounds.runtime import Runtime, Single, State
 from numpyro_fed.rounds.schedules import Schedule
-from numpyro_fed.rounds.silos import ServerData
-from numpyro_fed.rounds.silos import Silos
-from numpyro_fed.search.mode import CurvatureCheck
-from numpyro_fed.search.mode import Mode
+from numpyro_fed.rounds.silos import ServerData, Silos
+from numpyro_fed.search.mode import CurvatureCheck, Mode
 from numpyro_fed.search.mode_search import ModeSearch
-from numpyro_fed.text.facts import Facts
-from numpyro_fed.text.facts import Plan
+from numpyro_fed.text.facts import Facts, Plan
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks
 from numpyro_fed.vertical.parties import VerticalAlgorithm
 from numpyro_fed.vertical.search import VerticalSearch
 from numpyro_fed.weigh.integration import Integration
-from numpyro_fed.basics.programs import is_double
-from numpyro_fed.basics.programs import precision
-from collections.abc import Mapping
-
-
 
 # Numbers of a batch of draws, for each site of the rows: a few arrays of them fit into a core's own
 # memory (L2). The six cities took half the time that batches of a megabyte of numbers took.

@@ -5,49 +5,35 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
-from typing import Self
+from typing import Any, Self
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jax import random
+from jax import Array, random
+
 from numpyro_fed.after.own_rows import WhichSilo
-from numpyro_fed.after.sensitivity import PriorSensitivity
-from numpyro_fed.after.sensitivity import log_prior_on_supports
-from numpyro_fed.after.sensitivity import slopes
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import NonFiniteError
+from numpyro_fed.after.sensitivity import PriorSensitivity, log_prior_on_supports, slopes
+from numpyro_fed.basics.errors import ModelError, NonFiniteError
 from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.basics.trees import elements
 from numpyro_fed.posterior.built import CompiledMethod
-from numpyro_fed.posterior.leave_out import LeaveOut
-from numpyro_fed.posterior.leave_out import Loo
-from numpyro_fed.posterior.leave_out import rows_left_out
-from numpyro_fed.posterior.leave_out import silos_left_out
+from numpyro_fed.posterior.leave_out import LeaveOut, Loo, rows_left_out, silos_left_out
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords
 from numpyro_fed.posterior.weighted_draws import WeightedDraws
 from numpyro_fed.rounds.runtime import State
-from numpyro_fed.search.influence import SiloTable
-from numpyro_fed.search.influence import Whitened
+from numpyro_fed.search.influence import SiloTable, Whitened
 from numpyro_fed.text.sites import Site
-from numpyro_fed.weigh.element_errors import ElementErrors
-from numpyro_fed.weigh.element_errors import Moments
-from numpyro_fed.weigh.element_errors import Rounding
+from numpyro_fed.weigh.element_errors import ElementErrors, Moments, Rounding
 from numpyro_fed.weigh.integration import Integration
-from numpyro_fed.weigh.mixture import NUM_PARTS
-from numpyro_fed.weigh.mixture import mixture_at
+from numpyro_fed.weigh.mixture import NUM_PARTS, mixture_at
 from numpyro_fed.weigh.proposals import Pool
 from numpyro_fed.weigh.weights import systematic_resample
-
-
 
 # Draws where the posterior without a silo may be, an exchange of them, and the share of those that
 # look beyond, as in nf.fit, which has compiled both.

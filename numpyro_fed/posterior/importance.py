@@ -15,65 +15,47 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
-from typing import Any
-from typing import overload
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jax import random
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import positive_int
+from jax import Array, random
+
+from numpyro_fed.basics.errors import ModelError, positive_int
 from numpyro_fed.basics.programs import precision
 from numpyro_fed.guides.guide import Guide
-from numpyro_fed.guides.objectives import LocallyEnhanced
-from numpyro_fed.guides.objectives import Quadrature
-from numpyro_fed.guides.objectives import check_quadrature
-from numpyro_fed.guides.objectives import default_quadrature
-from numpyro_fed.guides.objectives import draws_by_plate
-from numpyro_fed.posterior.built import Built
-from numpyro_fed.posterior.built import CompiledMethod
-from numpyro_fed.posterior.corrected import Corrected
-from numpyro_fed.posterior.corrected import on_supports
-from numpyro_fed.posterior.corrected import sampler_of
+from numpyro_fed.guides.objectives import (
+    LocallyEnhanced,
+    Quadrature,
+    check_quadrature,
+    default_quadrature,
+    draws_by_plate,
+)
+from numpyro_fed.posterior.built import Built, CompiledMethod
+from numpyro_fed.posterior.corrected import Corrected, on_supports, sampler_of
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.posterior.weighted_draws import unless_interrupted
-from numpyro_fed.posterior.weighted_draws import until_interrupted
+from numpyro_fed.posterior.weighted_draws import (
+    TOLERANCE,
+    check_accuracy,
+    unless_interrupted,
+    until_interrupted,
+)
 from numpyro_fed.rounds.keys import generator
 from numpyro_fed.rounds.names import IMPORTANCE
 from numpyro_fed.rounds.progress import in_sight
 from numpyro_fed.search.expand import prior_draws
-from numpyro_fed.search.mode import Mode
-from numpyro_fed.search.mode import OneCopy
-from numpyro_fed.text.row_checks import check_rows_apart
-from numpyro_fed.text.row_checks import coupled_rows
+from numpyro_fed.search.mode import Mode, OneCopy
+from numpyro_fed.text.row_checks import check_rows_apart, coupled_rows
 from numpyro_fed.text.values import first_without_density
-from numpyro_fed.vertical.correction import VerticalCorrected
-from numpyro_fed.vertical.correction import vertical_correct
-from numpyro_fed.vertical.result import SOULResult
-from numpyro_fed.vertical.result import VerticalResult
-from numpyro_fed.weigh.element_errors import ElementErrors
-from numpyro_fed.weigh.element_errors import Rounding
-from numpyro_fed.weigh.element_errors import moments
+from numpyro_fed.vertical.correction import VerticalCorrected, vertical_correct
+from numpyro_fed.vertical.result import SOULResult, VerticalResult
+from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, moments
 from numpyro_fed.weigh.integration import Integration
-from numpyro_fed.weigh.log_likelihoods import Estimates
-from numpyro_fed.weigh.log_likelihoods import LogLikelihoodExchange
-from numpyro_fed.weigh.mixture import LocationScale
-from numpyro_fed.weigh.mixture import Mixture
-from numpyro_fed.weigh.mixture import root_of_draws
-from numpyro_fed.weigh.proposals import SHARE
-from numpyro_fed.weigh.proposals import Part
-from numpyro_fed.weigh.proposals import Pool
-from numpyro_fed.weigh.proposals import WideParts
-from numpyro_fed.weigh.proposals import wider_parts
-from numpyro_fed.weigh.weights import NO_WEIGHTS
-from numpyro_fed.weigh.weights import Weights
-from numpyro_fed.weigh.weights import replace_weightless
-from numpyro_fed.posterior.weighted_draws import TOLERANCE
-from numpyro_fed.posterior.weighted_draws import check_accuracy
-
-
+from numpyro_fed.weigh.log_likelihoods import Estimates, LogLikelihoodExchange
+from numpyro_fed.weigh.mixture import LocationScale, Mixture, root_of_draws
+from numpyro_fed.weigh.proposals import SHARE, Part, Pool, WideParts, wider_parts
+from numpyro_fed.weigh.weights import NO_WEIGHTS, Weights, replace_weightless
 
 InnerDraws = Quadrature | int | Mapping[str, int] | None
 # Draws of each row's latents where they are integrated by draws, or drawn from the posterior.

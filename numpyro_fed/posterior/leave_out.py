@@ -16,42 +16,35 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
 from numpyro_fed.after.arviz import elpd_data
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import optional
+from numpyro_fed.basics.errors import DataError, optional
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.rounds.exchange import Combine
-from numpyro_fed.rounds.exchange import Exchange
-from numpyro_fed.rounds.exchange import key_as_noise
+from numpyro_fed.rounds.exchange import Combine, Exchange, key_as_noise
 from numpyro_fed.rounds.keys import generator
-from numpyro_fed.rounds.names import LEAVE_OUT
-from numpyro_fed.rounds.names import LOO
-from numpyro_fed.rounds.stacks import StackedExchange
-from numpyro_fed.rounds.stacks import stacked_reply
+from numpyro_fed.rounds.names import LEAVE_OUT, LOO
+from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
 from numpyro_fed.search.expand import shape
-from numpyro_fed.text.row_checks import refuse_coupled_rows
-from numpyro_fed.text.row_checks import refuse_parameters_of_rows
+from numpyro_fed.text.row_checks import refuse_coupled_rows, refuse_parameters_of_rows
 from numpyro_fed.weigh.integration import Integration
-from numpyro_fed.weigh.log_likelihoods import log_likelihoods
-from numpyro_fed.weigh.log_likelihoods import log_likelihoods_of_rows
-from numpyro_fed.weigh.log_likelihoods import shape_of_draws
-from numpyro_fed.guides.guide import GlobalDraws
-
-
+from numpyro_fed.weigh.log_likelihoods import (
+    log_likelihoods,
+    log_likelihoods_of_rows,
+    shape_of_draws,
+)
 
 NOT_FINITE = "the log predictive density is not finite at {}."
 # Nats below the largest ratio at which another one counts as so small: the exponential of twice as

@@ -7,66 +7,49 @@ that they are: like weighted draws, with even weights and an error from the disa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
-from typing import Self
+from typing import Any, Self
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro_fed.basics.errors import Interrupted
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import NonFiniteError
-from numpyro_fed.basics.errors import SilosError
-from numpyro_fed.basics.errors import one_of
-from numpyro_fed.basics.errors import positive_int
+
+from numpyro_fed.basics.errors import (
+    Interrupted,
+    ModelError,
+    NonFiniteError,
+    SilosError,
+    one_of,
+    positive_int,
+)
 from numpyro_fed.basics.programs import precision
 from numpyro_fed.guides.objectives import default_quadrature
-from numpyro_fed.guides.quadrature import default_nodes
-from numpyro_fed.guides.quadrature import quadrature_misfit
-from numpyro_fed.posterior.built import Built
-from numpyro_fed.posterior.built import CompiledMethod
-from numpyro_fed.posterior.corrected import Corrected
-from numpyro_fed.posterior.corrected import on_supports
-from numpyro_fed.posterior.corrected import sampler_of
-from numpyro_fed.posterior.importance import AT_ONCE
-from numpyro_fed.posterior.importance import Weighing
-from numpyro_fed.posterior.importance import check_weighable
-from numpyro_fed.posterior.importance import integration_of
-from numpyro_fed.posterior.importance import wider_parts_of
+from numpyro_fed.guides.quadrature import default_nodes, quadrature_misfit
+from numpyro_fed.posterior.built import Built, CompiledMethod
+from numpyro_fed.posterior.corrected import Corrected, on_supports, sampler_of
+from numpyro_fed.posterior.importance import (
+    AT_ONCE,
+    Weighing,
+    check_weighable,
+    integration_of,
+    wider_parts_of,
+)
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.rounds.keys import generator
-from numpyro_fed.rounds.keys import typed_key
-from numpyro_fed.rounds.progress import Progress
-from numpyro_fed.rounds.progress import progress_of
+from numpyro_fed.posterior.weighted_draws import QUANTILES_KNOWN, TOLERANCE, Doubt, Spoils
+from numpyro_fed.rounds.keys import generator, typed_key
+from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.search.mode import Mode
 from numpyro_fed.text.row_checks import refuse_coupled_rows
 from numpyro_fed.text.sites import Theta
-from numpyro_fed.weigh.element_errors import ElementErrors
-from numpyro_fed.weigh.element_errors import Rounding
-from numpyro_fed.weigh.element_errors import disagreement
-from numpyro_fed.weigh.element_errors import moments
+from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, disagreement, moments
 from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.mixture import around_modes
 from numpyro_fed.weigh.proposals import WideParts
-from numpyro_fed.weigh.smc import LOST
-from numpyro_fed.weigh.smc import NUM_ISLANDS
-from numpyro_fed.weigh.smc import SMCState
-from numpyro_fed.weigh.smc import TemperedSMC
-from numpyro_fed.weigh.smc import log_mean
-from numpyro_fed.weigh.smc import with_squares
-from numpyro_fed.posterior.weighted_draws import QUANTILES_KNOWN
-from numpyro_fed.posterior.weighted_draws import TOLERANCE
-from numpyro_fed.posterior.weighted_draws import Doubt
-from numpyro_fed.posterior.weighted_draws import Spoils
-
-
+from numpyro_fed.weigh.smc import LOST, NUM_ISLANDS, SMCState, TemperedSMC, log_mean, with_squares
 
 STARTS = "fit", "prior"
 # Effective draws of a correction from which particles that begin at its mixture can be trusted.

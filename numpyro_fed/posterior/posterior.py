@@ -11,54 +11,34 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
-from typing import NamedTuple
-import numpy as np
-from jax import Array
-from numpyro_fed.after.arviz import Coords
-from numpyro_fed.after.arviz import Dims
-from numpyro_fed.after.arviz import Labels
-from numpyro_fed.after.arviz import groups_to_arviz
-from numpyro_fed.after.own_rows import WhichSilo
-from numpyro_fed.after.own_rows import silo_number
-from numpyro_fed.after.questions import Questions
-from numpyro_fed.basics import display
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import positive_int
-from numpyro_fed.basics.programs import precision
-from numpyro_fed.guides.guide import GlobalDraws
-from numpyro_fed.posterior.sampler import Sampler
-from numpyro_fed.posterior.saving import SavedRun
-from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.posterior.saving import save
-from numpyro_fed.privacy.budget import Spent
-from numpyro_fed.rounds.federation import Federation
-from numpyro_fed.rounds.messages import DRAWS
-from numpyro_fed.rounds.messages import Question
-from numpyro_fed.rounds.messages import at_silo
-from numpyro_fed.rounds.messages import pack
-from numpyro_fed.rounds.messages import write
-from numpyro_fed.rounds.progress import shows
-from numpyro_fed.search.mode import LocalMode
-from numpyro_fed.search.mode import Mode
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
-from numpyro_fed.basics.programs import jit_once
-from numpyro_fed.posterior.weighted_draws import Doubt
-from numpyro_fed.posterior.weighted_draws import Verdict
+import numpy as np
+from jax import Array
+
+from numpyro_fed.after.arviz import Coords, Dims, Labels, groups_to_arviz
+from numpyro_fed.after.own_rows import WhichSilo, silo_number
+from numpyro_fed.after.questions import Questions
+from numpyro_fed.basics import display
+from numpyro_fed.basics.errors import DataError, ModelError, positive_int
+from numpyro_fed.basics.programs import jit_once, precision
+from numpyro_fed.guides.guide import GlobalDraws
+from numpyro_fed.posterior.sampler import Sampler
+from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
+from numpyro_fed.posterior.weighted_draws import Doubt, Verdict
+from numpyro_fed.privacy.budget import Spent
+from numpyro_fed.rounds.federation import Federation
+from numpyro_fed.rounds.messages import DRAWS, Question, at_silo, pack, write
+from numpyro_fed.rounds.progress import shows
+from numpyro_fed.search.mode import LocalMode, Mode
 from numpyro_fed.text.row_checks import refuse_coupled_rows
-from numpyro_fed.weigh.log_likelihoods import log_likelihoods_of_rows
-from numpyro_fed.weigh.log_likelihoods import plates_of_rows
-
-
+from numpyro_fed.weigh.log_likelihoods import log_likelihoods_of_rows, plates_of_rows
 
 
 class Stage(NamedTuple):
@@ -321,7 +301,9 @@ class Posterior(Questions):
         size = fit.batch_size(integration, n)
         values = fit.cached(
             ("rows", n, str(integration)),
-            lambda: jit_once(log_likelihoods_of_rows(fit.model, likelihood, fit.algorithm, size)),
+            lambda: jit_once(
+                partial(log_likelihoods_of_rows, fit.model, likelihood, fit.algorithm, size)
+            ),
         )
         down = GlobalDraws.of(fit.guide, run.shared, jnp.asarray(z_G))
         parts = []

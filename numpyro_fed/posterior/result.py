@@ -2,57 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
-from functools import cached_property
-from functools import partial
-from typing import Any
-from typing import Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Self
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
-from numpyro_fed.after.own_rows import ALL
-from numpyro_fed.after.own_rows import WhichSilo
-from numpyro_fed.after.own_rows import chosen_silos
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import NonFiniteError
+
+from numpyro_fed.after.own_rows import ALL, WhichSilo, chosen_silos
+from numpyro_fed.basics.errors import ModelError, NonFiniteError
 from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.data.silo_data import Sizes
 from numpyro_fed.numerics.gaussian import Curvature
 from numpyro_fed.posterior.at_silo import told_by_silos
 from numpyro_fed.posterior.posterior import Posterior
-from numpyro_fed.posterior.run import FederatedRun
-from numpyro_fed.posterior.sampler import Sampler
-from numpyro_fed.posterior.sampler import real_rows
-from numpyro_fed.posterior.saving import SavedRun
-from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.rounds.exchange import Exchange
-from numpyro_fed.rounds.exchange import Up
+from numpyro_fed.posterior.run import Communication, FederatedRun, communication
+from numpyro_fed.posterior.sampler import Sampler, real_rows
+from numpyro_fed.posterior.saving import SavedRun, SavedWords
+from numpyro_fed.rounds.exchange import Exchange, Up
 from numpyro_fed.rounds.names import INFLUENCE
 from numpyro_fed.rounds.progress import shows
 from numpyro_fed.rounds.remote import Mark
 from numpyro_fed.rounds.states import Private
-from numpyro_fed.search.influence import MOST_GLOBALS
-from numpyro_fed.search.influence import Factors
-from numpyro_fed.search.influence import Influence
-from numpyro_fed.search.influence import SiloTable
-from numpyro_fed.search.influence import table_of
+from numpyro_fed.search.influence import MOST_GLOBALS, Factors, Influence, SiloTable, table_of
 from numpyro_fed.search.mode import Mode
-from numpyro_fed.search.start_point import MIN_CURVATURE_OFF_MODE
-from numpyro_fed.search.start_point import min_curvature
+from numpyro_fed.search.start_point import MIN_CURVATURE_OFF_MODE, min_curvature
 from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.indices import new_data_check
 from numpyro_fed.text.row_checks import refuse_coupled_rows
-from numpyro_fed.posterior.run import Communication
-from numpyro_fed.posterior.run import communication
-
-
 
 # Draws whose mean is the place at which silos are compared: within 2 % of an sd of the mean.
 MEAN_DRAWS = 4_000

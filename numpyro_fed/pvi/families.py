@@ -7,36 +7,27 @@ points of many scales, and a family fits where they are affine in its statistics
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
-from numpyro.distributions import biject_to
-from numpyro.distributions import transforms
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import one_of
-from numpyro_fed.basics.programs import jit_double
+from numpyro.distributions import biject_to, transforms
+
+from numpyro_fed.basics.errors import ModelError, one_of
+from numpyro_fed.basics.programs import double_precision, jit_double
 from numpyro_fed.basics.trees import double
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.expfam import Family
-from numpyro_fed.numerics.expfam.family import Natural
-from numpyro_fed.numerics.expfam.family import Ordinary
-from numpyro_fed.numerics.expfam.family import Product
+from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Product
 from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Site
-from numpyro_fed.text.sites import Theta
-from numpyro_fed.basics.programs import double_precision
-
-
+from numpyro_fed.text.sites import Site, Theta
 
 # The largest departure from an affine function, in nats: an absolute part and one relative to the
 # size of the terms. Double precision leaves some 1e-15 of that size for each operation; a function

@@ -5,25 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
-from typing import cast
+from typing import Any, cast
+
 import jax
 import numpy as np
 import numpyro.distributions as dist
-from numpyro_fed.basics.programs import jit_once
+
+from numpyro_fed.basics.programs import in_precision_of_object, jit_once
 from numpyro_fed.numerics.expfam.gaussian_family import rounding
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.pvi.families import GAUSSIAN
 from numpyro_fed.pvi.server import PartitionedVI
-from numpyro_fed.pvi.silo import Down
-from numpyro_fed.pvi.silo import ServerState
-from numpyro_fed.pvi.silo import Status
-from numpyro_fed.basics.programs import in_precision_of_object
-
-
+from numpyro_fed.pvi.silo import Down, ServerState, Status
 
 
 @dataclass(frozen=True, eq=False)

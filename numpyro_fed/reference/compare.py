@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from functools import cache
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import Any
+
 import jax
 import numpy as np
 from jax import Array
 from scipy.spatial.distance import cdist
-from scipy.stats import gaussian_kde
-from scipy.stats import wasserstein_distance
+from scipy.stats import gaussian_kde, wasserstein_distance
+
 from numpyro_fed.after.arviz import elpd_data
 from numpyro_fed.after.own_rows import outcomes_of_silos
 from numpyro_fed.basics import display
-from numpyro_fed.basics.errors import ConvergenceWarning
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import NonFiniteError
-from numpyro_fed.basics.errors import optional
+from numpyro_fed.basics.errors import ConvergenceWarning, DataError, NonFiniteError, optional
 from numpyro_fed.basics.programs import double_precision
 from numpyro_fed.basics.trees import element_name
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.importance import importance_correct
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.result import Result
-from numpyro_fed.reference.nuts_result import NutsResult
-from numpyro_fed.reference.nuts_result import ROUNDING
-
-
+from numpyro_fed.reference.nuts_result import ROUNDING, NutsResult
 
 # Effective draws below which NUTS is no reference: its own error of a mean is 0.05 sd at 400.
 MIN_EFFECTIVE = 400

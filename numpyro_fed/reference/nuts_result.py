@@ -4,52 +4,43 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro import handlers
-from numpyro.diagnostics import effective_sample_size
-from numpyro.diagnostics import split_gelman_rubin
-from numpyro_fed.after.arviz import LOG_LIKELIHOOD
-from numpyro_fed.after.arviz import POSTERIOR
-from numpyro_fed.after.arviz import Coords
-from numpyro_fed.after.arviz import Dims
-from numpyro_fed.after.arviz import Labels
-from numpyro_fed.after.arviz import Named
-from numpyro_fed.after.arviz import chains_to_arviz
-from numpyro_fed.after.arviz import groups_to_arviz
-from numpyro_fed.after.own_rows import SiloAtDraws
-from numpyro_fed.after.own_rows import WhichSilo
-from numpyro_fed.after.own_rows import chosen_silos
-from numpyro_fed.after.own_rows import outcomes_and_rows
-from numpyro_fed.after.own_rows import parameters_of
-from numpyro_fed.after.own_rows import values_at
-from numpyro_fed.after.predict import SEEN
-from numpyro_fed.after.predict import compiled
+from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
+
+from numpyro_fed.after.arviz import (
+    LOG_LIKELIHOOD,
+    POSTERIOR,
+    Coords,
+    Dims,
+    Labels,
+    Named,
+    chains_to_arviz,
+    groups_to_arviz,
+)
+from numpyro_fed.after.own_rows import (
+    SiloAtDraws,
+    WhichSilo,
+    chosen_silos,
+    outcomes_and_rows,
+    parameters_of,
+    values_at,
+)
+from numpyro_fed.after.predict import SEEN, compiled
 from numpyro_fed.after.predict import Draws as Values
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import optional
-from numpyro_fed.basics.errors import positive_int
-from numpyro_fed.basics.programs import TRACING
-from numpyro_fed.basics.programs import in_precision_of_object
+from numpyro_fed.basics.errors import DataError, ModelError, optional, positive_int
+from numpyro_fed.basics.programs import TRACING, in_precision_of_object
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.accurate_densities import log_prob
-from numpyro_fed.posterior.leave_out import MAX_K
-from numpyro_fed.posterior.leave_out import Loo
-from numpyro_fed.posterior.leave_out import RowsOfSilo
-from numpyro_fed.posterior.leave_out import RowSums
+from numpyro_fed.posterior.leave_out import MAX_K, Loo, RowsOfSilo, RowSums
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords
@@ -60,8 +51,6 @@ from numpyro_fed.text.handlers import local_name
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import refuse_parameters_of_rows
 from numpyro_fed.weigh.log_likelihoods import plates_of_rows
-
-
 
 Draws = TypeVar("Draws", np.ndarray, Array)
 Made = TypeVar("Made")

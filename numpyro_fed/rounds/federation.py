@@ -9,42 +9,36 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from typing import Protocol
-from typing import TypeVar
-from numpyro_fed.basics.errors import ConvergenceWarning
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import SavedStateError
-from numpyro_fed.basics.errors import SiloAwayError
-from numpyro_fed.basics.errors import positive_int
-from numpyro_fed.basics.errors import positive_number
-from numpyro_fed.basics.files import FolderLock
-from numpyro_fed.basics.files import Store
-from numpyro_fed.basics.files import log_privately
-from numpyro_fed.basics.programs import is_double
-from numpyro_fed.rounds.messages import ACCEPT
-from numpyro_fed.rounds.messages import DESCRIBE
-from numpyro_fed.rounds.messages import Question
-from numpyro_fed.rounds.messages import at_silo
-from numpyro_fed.rounds.messages import is_refusal
-from numpyro_fed.rounds.messages import raise_refusal
-from numpyro_fed.rounds.messages import read
-from numpyro_fed.rounds.messages import write
-from numpyro_fed.rounds.secure_sums import KEYS
-from numpyro_fed.rounds.secure_sums import PEERS
-from numpyro_fed.rounds.secure_sums import SECURE
-from numpyro_fed.rounds.secure_sums import Terms
+from typing import Any, Protocol, TypeVar
 
+from numpyro_fed.basics.errors import (
+    ConvergenceWarning,
+    DataError,
+    ModelError,
+    SavedStateError,
+    SiloAwayError,
+    positive_int,
+    positive_number,
+)
+from numpyro_fed.basics.files import FolderLock, Store, log_privately
+from numpyro_fed.basics.programs import is_double
+from numpyro_fed.rounds.messages import (
+    ACCEPT,
+    DESCRIBE,
+    Question,
+    at_silo,
+    is_refusal,
+    raise_refusal,
+    read,
+    write,
+)
+from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, Terms
 
 # Seconds between two tries to reach a silo: the first is short, since most failures are, and a silo
 # that restarts is found within the last.

@@ -165,7 +165,8 @@ def _show(doing: str, stop: threading.Event) -> None:
     if stop.wait(SOON):
         return
     with tqdm(desc=doing, bar_format="{desc} [{elapsed}]", leave=False) as bar:
-        bar.start_t -= SOON
+        if not bar.disable:  # it then keeps no time
+            bar.start_t -= SOON
         while not stop.wait(TICK):
             bar.refresh()
 

@@ -18,37 +18,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from numpyro_fed.basics.trees import all_finite
-from numpyro_fed.basics.trees import ascend
+
+from numpyro_fed.basics.trees import all_finite, ascend
 from numpyro_fed.data.minibatches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.numerics.gaussian import Coordinates
-from numpyro_fed.numerics.gaussian import Frame
-from numpyro_fed.numerics.gaussian import Gaussian
+from numpyro_fed.guides.guide import GlobalDraws
+from numpyro_fed.numerics.gaussian import Coordinates, Frame, Gaussian
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.convergence import ConvergenceStats
-from numpyro_fed.rounds.exchange import Ask
-from numpyro_fed.rounds.exchange import Exchange
-from numpyro_fed.rounds.exchange import FederatedAlgorithm
-from numpyro_fed.rounds.exchange import Info
-from numpyro_fed.rounds.exchange import Reply
-from numpyro_fed.rounds.exchange import Round
-from numpyro_fed.rounds.exchange import WhenAway
+from numpyro_fed.rounds.exchange import (
+    Ask,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Reply,
+    Round,
+    WhenAway,
+)
 from numpyro_fed.rounds.names import SFVI_STEP
-from numpyro_fed.rounds.states import CarriedSilo
-from numpyro_fed.rounds.states import SharedParams
-from numpyro_fed.rounds.states import SiloParams
-from numpyro_fed.rounds.states import WarmStart
-from numpyro_fed.search.start_point import StartPoint
-from numpyro_fed.search.start_point import local_guides_of_result
+from numpyro_fed.rounds.states import CarriedSilo, SharedParams, SiloParams, WarmStart
+from numpyro_fed.search.start_point import StartPoint, local_guides_of_result
 from numpyro_fed.sfvi.base import GradientAlgorithm
-from numpyro_fed.guides.guide import GlobalDraws
-
-
 
 
 class ServerState(NamedTuple):

@@ -18,41 +18,36 @@ a single silo with one local step is SFVI; and weights may be the silos' numbers
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from numpyro_fed.basics.trees import Tree
-from numpyro_fed.basics.trees import all_finite
-from numpyro_fed.basics.trees import ascend
+
+from numpyro_fed.basics.trees import Tree, all_finite, ascend
 from numpyro_fed.data.minibatches import MinibatchNoise
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GuideParams
-from numpyro_fed.numerics import barycenters
-from numpyro_fed.numerics import linalg
-from numpyro_fed.numerics.gaussian import Frame
-from numpyro_fed.numerics.gaussian import Gaussian
+from numpyro_fed.guides.guide import GlobalDraws
+from numpyro_fed.numerics import barycenters, linalg
+from numpyro_fed.numerics.gaussian import Frame, Gaussian
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.convergence import ConvergenceStats
-from numpyro_fed.rounds.exchange import Ask
-from numpyro_fed.rounds.exchange import Combine
-from numpyro_fed.rounds.exchange import Exchange
-from numpyro_fed.rounds.exchange import FederatedAlgorithm
-from numpyro_fed.rounds.exchange import Info
-from numpyro_fed.rounds.exchange import Reply
-from numpyro_fed.rounds.exchange import Round
-from numpyro_fed.rounds.exchange import key_as_noise
-from numpyro_fed.rounds.names import ROWS
-from numpyro_fed.rounds.names import SFVI_AVG_ROUND
-from numpyro_fed.rounds.states import SharedParams
-from numpyro_fed.rounds.states import SiloParams
+from numpyro_fed.rounds.exchange import (
+    Ask,
+    Combine,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Reply,
+    Round,
+    key_as_noise,
+)
+from numpyro_fed.rounds.names import ROWS, SFVI_AVG_ROUND
+from numpyro_fed.rounds.states import SharedParams, SiloParams
 from numpyro_fed.search.start_point import StartPoint
 from numpyro_fed.sfvi.base import GradientAlgorithm
-from numpyro_fed.guides.guide import GlobalDraws
-
-
 
 
 class ServerState(NamedTuple):

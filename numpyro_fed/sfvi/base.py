@@ -2,53 +2,44 @@
 
 from __future__ import annotations
 
-from abc import ABC
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+
 from numpyro_fed.basics.trees import all_finite
-from numpyro_fed.data.minibatches import Minibatches
-from numpyro_fed.data.minibatches import MinibatchNoise
-from numpyro_fed.data.minibatches import draw_minibatch
-from numpyro_fed.data.minibatches import rows_at
+from numpyro_fed.data.minibatches import Minibatches, MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GuideParams
-from numpyro_fed.guides.guide import Guide
-from numpyro_fed.guides.silo_bounds import AtDraw
-from numpyro_fed.guides.silo_bounds import Bound
-from numpyro_fed.numerics.gaussian import Frame
-from numpyro_fed.numerics.gaussian import Gaussian
+from numpyro_fed.guides.guide import GlobalDraws, Guide
+from numpyro_fed.guides.silo_bounds import AtDraw, Bound
+from numpyro_fed.numerics.gaussian import Frame, Gaussian
 from numpyro_fed.rounds import convergence
-from numpyro_fed.rounds.exchange import Ask
-from numpyro_fed.rounds.exchange import Exchange
-from numpyro_fed.rounds.exchange import FederatedAlgorithm
-from numpyro_fed.rounds.exchange import Info
-from numpyro_fed.rounds.exchange import Reply
-from numpyro_fed.rounds.exchange import Round
-from numpyro_fed.rounds.exchange import key_as_noise
-from numpyro_fed.rounds.names import DEVIATIONS
-from numpyro_fed.rounds.names import FROM_MODE
-from numpyro_fed.rounds.names import MEANS
-from numpyro_fed.rounds.states import Private
-from numpyro_fed.rounds.states import Shared
-from numpyro_fed.rounds.states import SharedParams
-from numpyro_fed.rounds.states import SiloParams
+from numpyro_fed.rounds.exchange import (
+    Ask,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Reply,
+    Round,
+    key_as_noise,
+)
+from numpyro_fed.rounds.names import DEVIATIONS, FROM_MODE, MEANS
+from numpyro_fed.rounds.states import Private, Shared, SharedParams, SiloParams
 from numpyro_fed.search.expand import SearchState as ModeSiloState
 from numpyro_fed.search.mode_search import BestPoints
-from numpyro_fed.search.start_point import StartMessage
-from numpyro_fed.search.start_point import StartPoint
-from numpyro_fed.search.start_point import local_guides_at_mode
-from numpyro_fed.search.start_point import start_at_mode
+from numpyro_fed.search.start_point import (
+    StartMessage,
+    StartPoint,
+    local_guides_at_mode,
+    start_at_mode,
+)
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Rows
-from numpyro_fed.text.sites import Theta
-from numpyro_fed.guides.guide import GlobalDraws
-
-
+from numpyro_fed.text.sites import Rows, Theta
 
 
 @dataclass(frozen=True, eq=False)

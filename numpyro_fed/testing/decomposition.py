@@ -7,45 +7,35 @@ term reads other rows (:mod:`numpyro_fed.text.row_checks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 from numpyro import handlers
-from numpyro.infer.util import potential_energy
-from numpyro.infer.util import unconstrain_fn
+from numpyro.infer.util import potential_energy, unconstrain_fn
+
 from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.programs import TRACING
-from numpyro_fed.data.padding import Bucket
-from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.data.silo_data import read
-from numpyro_fed.text.handlers import joint
-from numpyro_fed.text.handlers import leave_out_missing
-from numpyro_fed.text.handlers import local_name
-from numpyro_fed.text.layout import layout_and_buckets
-from numpyro_fed.text.layout import plate_follows_arrays
-from numpyro_fed.text.row_checks import ROWS_AT_ONCE
-from numpyro_fed.text.row_checks import ChangedRow
-from numpyro_fed.text.row_checks import CheckResult
-from numpyro_fed.text.row_checks import Perturbation
-from numpyro_fed.text.row_checks import default_rtol
-from numpyro_fed.text.row_checks import first_changed_rows
-from numpyro_fed.text.row_checks import row_groups
-from numpyro_fed.text.row_checks import summary_message
-from numpyro_fed.text.sites import Rows
-from numpyro_fed.text.sites import Theta
-from numpyro_fed.text.sites import unpack
-from numpyro_fed.data.padding import stacked
-
-
+from numpyro_fed.data.padding import Bucket, stacked
+from numpyro_fed.data.silo_data import SiloData, read
+from numpyro_fed.text.handlers import joint, leave_out_missing, local_name
+from numpyro_fed.text.layout import layout_and_buckets, plate_follows_arrays
+from numpyro_fed.text.row_checks import (
+    ROWS_AT_ONCE,
+    ChangedRow,
+    CheckResult,
+    Perturbation,
+    default_rtol,
+    first_changed_rows,
+    row_groups,
+    summary_message,
+)
+from numpyro_fed.text.sites import Rows, Theta, unpack
 
 
 def check_decomposition(

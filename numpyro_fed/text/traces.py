@@ -18,16 +18,11 @@ inputs of the shapes that the first run has found.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Hashable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,44 +32,40 @@ from jax.dtypes import canonicalize_dtype
 from jax.extend.core import Primitive
 from jax.typing import ArrayLike
 from numpyro import handlers
-from numpyro.distributions import biject_to
-from numpyro.distributions import constraints
+from numpyro.distributions import biject_to, constraints
 from numpyro.distributions.util import sum_rightmost
+
 from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.programs import TRACING
-from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.data.silo_data import signature
-from numpyro_fed.numerics.accurate_densities import log_prob
-from numpyro_fed.numerics.accurate_densities import no_more_than_finite
-from numpyro_fed.text.jaxprs import MIXED
-from numpyro_fed.text.jaxprs import NONE
-from numpyro_fed.text.jaxprs import Labels
-from numpyro_fed.text.jaxprs import Program
-from numpyro_fed.text.jaxprs import as_program
-from numpyro_fed.text.jaxprs import propagate_labels
-from numpyro_fed.text.jaxprs import pruned
-from numpyro_fed.text.jaxprs import row_axes
-from numpyro_fed.text.jaxprs import run_program
-from numpyro_fed.text.jaxprs import type_of
-from numpyro_fed.text.jaxprs import with_inputs_of
-from numpyro_fed.text.primitives import feasible
-from numpyro_fed.text.primitives import silo_plate_of
-from numpyro_fed.text.sites import NamesApart
-from numpyro_fed.text.sites import Rows
-from numpyro_fed.text.sites import Site
-from numpyro_fed.text.sites import Structure
-from numpyro_fed.text.sites import Theta
-from numpyro_fed.text.sites import check_shapes
-from numpyro_fed.text.sites import model_errors
-from numpyro_fed.text.sites import read_trace
-from numpyro_fed.text.sites import sum_rows
-from numpyro_fed.text.sites import unpack
-from numpyro_fed.text.supports import SiteSupport
-from numpyro_fed.text.supports import observed_at
-from numpyro_fed.text.supports import site_support
-from numpyro_fed.basics.programs import is_double
-
-
+from numpyro_fed.basics.programs import TRACING, is_double
+from numpyro_fed.data.silo_data import SiloData, signature
+from numpyro_fed.numerics.accurate_densities import log_prob, no_more_than_finite
+from numpyro_fed.text.jaxprs import (
+    MIXED,
+    NONE,
+    Labels,
+    Program,
+    as_program,
+    propagate_labels,
+    pruned,
+    row_axes,
+    run_program,
+    type_of,
+    with_inputs_of,
+)
+from numpyro_fed.text.primitives import feasible, silo_plate_of
+from numpyro_fed.text.sites import (
+    NamesApart,
+    Rows,
+    Site,
+    Structure,
+    Theta,
+    check_shapes,
+    model_errors,
+    read_trace,
+    sum_rows,
+    unpack,
+)
+from numpyro_fed.text.supports import SiteSupport, observed_at, site_support
 
 # What a program says of a site, and what it is said of: the keys of its outputs.
 Output = tuple[str, str]

@@ -5,93 +5,63 @@ from __future__ import annotations
 import inspect
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-from typing import ClassVar
-from typing import cast
+from typing import Any, ClassVar, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 from tqdm.auto import tqdm
-from numpyro_fed.basics.errors import DataError
-from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.basics.errors import StartWarning
-from numpyro_fed.basics.errors import one_of
+
+from numpyro_fed.basics.errors import DataError, ModelError, StartWarning, one_of
 from numpyro_fed.basics.trees import drop_weak_types
-from numpyro_fed.data.padding import bucket
-from numpyro_fed.data.padding import one_by_one
-from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.data.silo_data import read_one
-from numpyro_fed.data.silo_data import signature
+from numpyro_fed.data.padding import bucket, one_by_one
+from numpyro_fed.data.silo_data import SiloData, read_one, signature
 from numpyro_fed.guides.guide import Guide
-from numpyro_fed.methods.method import RUNTIMES
-from numpyro_fed.methods.method import FederatedMethod
-from numpyro_fed.methods.method import Outcome
-from numpyro_fed.methods.method import PlanSize
-from numpyro_fed.methods.method import RunOptions
-from numpyro_fed.methods.method import in_process
-from numpyro_fed.methods.method import over_federation
+from numpyro_fed.methods.method import (
+    RUNTIMES,
+    FederatedMethod,
+    Outcome,
+    PlanSize,
+    RunOptions,
+    for_silos,
+    in_process,
+    over_federation,
+    recipe,
+)
 from numpyro_fed.methods.start import Begun
-from numpyro_fed.posterior.built import Built
-from numpyro_fed.posterior.built import CompiledMethod
-from numpyro_fed.rounds.exchange import ExchangeId
-from numpyro_fed.rounds.exchange import FederatedAlgorithm
-from numpyro_fed.rounds.exchange import Round
+from numpyro_fed.posterior.built import Built, CompiledMethod
+from numpyro_fed.rounds.exchange import ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.rounds.federation import Federation
-from numpyro_fed.rounds.keys import exchange_key
-from numpyro_fed.rounds.keys import server_key
-from numpyro_fed.rounds.keys import typed_key
-from numpyro_fed.rounds.messages import SEARCH
-from numpyro_fed.rounds.messages import Crossings
+from numpyro_fed.rounds.keys import exchange_key, server_key, typed_key
+from numpyro_fed.rounds.messages import SEARCH, Crossings
 from numpyro_fed.rounds.names import SAMPLE
-from numpyro_fed.rounds.runtime import RunOutcome
-from numpyro_fed.rounds.runtime import Runtime
-from numpyro_fed.rounds.runtime import State
-from numpyro_fed.rounds.silos import Batches
-from numpyro_fed.rounds.silos import Silos
-from numpyro_fed.rounds.silos import on_device
+from numpyro_fed.rounds.runtime import RunOutcome, Runtime, State
+from numpyro_fed.rounds.silos import Batches, Silos, on_device
 from numpyro_fed.rounds.step import Conversation
-from numpyro_fed.text.clients import LATENT_OF_SUM
-from numpyro_fed.text.clients import check_same_digests
-from numpyro_fed.text.clients import check_same_ids
-from numpyro_fed.text.clients import digest
-from numpyro_fed.text.clients import read_ids
-from numpyro_fed.text.clients import rows_of
-from numpyro_fed.text.facts import VERSION
-from numpyro_fed.text.facts import Facts
-from numpyro_fed.text.facts import Plan
-from numpyro_fed.text.facts import facts_of_columns
-from numpyro_fed.text.facts import shared_text
-from numpyro_fed.text.fingerprint import SOFTWARE
-from numpyro_fed.text.fingerprint import check_terms
-from numpyro_fed.text.fingerprint import terms_of
+from numpyro_fed.text.clients import (
+    LATENT_OF_SUM,
+    check_same_digests,
+    check_same_ids,
+    digest,
+    read_ids,
+    rows_of,
+)
+from numpyro_fed.text.facts import VERSION, Facts, Plan, facts_of_columns, shared_text
+from numpyro_fed.text.fingerprint import SOFTWARE, check_terms, terms_of
 from numpyro_fed.text.row_checks import RowChecks
-from numpyro_fed.text.values import SupportCheck
-from numpyro_fed.text.values import as_bucket
-from numpyro_fed.text.vertical import Text
-from numpyro_fed.text.vertical import VerticalSplit
-from numpyro_fed.text.vertical import is_array
-from numpyro_fed.text.vertical import split
+from numpyro_fed.text.values import SupportCheck, as_bucket
+from numpyro_fed.text.vertical import Text, VerticalSplit, is_array, split
 from numpyro_fed.vertical.algorithm import VFLAlgorithm
 from numpyro_fed.vertical.curvature import NoModeError
 from numpyro_fed.vertical.parties import VerticalAlgorithm
-from numpyro_fed.vertical.result import VerticalResult
-from numpyro_fed.vertical.result import VerticalStart
+from numpyro_fed.vertical.result import VerticalResult, VerticalStart
 from numpyro_fed.vertical.search import VerticalSearch
-from numpyro_fed.methods.method import for_silos
-from numpyro_fed.methods.method import recipe
-
-
 
 # Folded into the key of a run for what comes before its rounds, whose numbers never come to it.
 OPENING = 2**31 - 1

@@ -17,44 +17,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from functools import partial
-from typing import Any
-from typing import Generic
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, Generic, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.random import fold_in
+
 from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.basics.trees import Numbers
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.guide import Guide
+from numpyro_fed.guides.guide import GlobalDraws, Guide
 from numpyro_fed.guides.quadrature import RowIntegrals
-from numpyro_fed.guides.silo_bounds import EACH_DRAW
-from numpyro_fed.guides.silo_bounds import AtDraw
-from numpyro_fed.guides.silo_bounds import QuadratureBound
-from numpyro_fed.rounds.exchange import Exchange
-from numpyro_fed.rounds.exchange import FederatedAlgorithm
-from numpyro_fed.rounds.exchange import Reply
-from numpyro_fed.rounds.exchange import Server
-from numpyro_fed.rounds.exchange import Silo
-from numpyro_fed.rounds.exchange import key_as_noise
-from numpyro_fed.rounds.exchange import no_noise
+from numpyro_fed.guides.silo_bounds import EACH_DRAW, AtDraw, QuadratureBound
+from numpyro_fed.rounds.exchange import (
+    Exchange,
+    FederatedAlgorithm,
+    Reply,
+    Server,
+    Silo,
+    key_as_noise,
+    no_noise,
+)
 from numpyro_fed.rounds.names import IMPORTANCE
-from numpyro_fed.rounds.stacks import StackedExchange
-from numpyro_fed.rounds.stacks import of_stack
+from numpyro_fed.rounds.stacks import StackedExchange, of_stack
 from numpyro_fed.rounds.states import Shared
-from numpyro_fed.search.expand import ROUNDING_UNITS
-from numpyro_fed.search.expand import shape
-from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.log_density import outcomes_at
+from numpyro_fed.search.expand import ROUNDING_UNITS, shape
+from numpyro_fed.text.log_density import FederatedModel, outcomes_at
 from numpyro_fed.text.sites import Rows
 from numpyro_fed.weigh.integration import LikelihoodEstimate
-from numpyro_fed.guides.guide import GlobalDraws
-
-
 
 MAX_LOST = 0.01  # share of draws near the fit at which a quadrature may fail; as much mass is lost
 # Nats by which a silo's log likelihood may change with twice the nodes, more at some draws than at

@@ -25,45 +25,33 @@ import copy
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
-from functools import cached_property
-from functools import partial
-from typing import Any
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from scipy.optimize import brentq
 from scipy.special import logsumexp
+
 from numpyro_fed.basics.errors import NonFiniteError
 from numpyro_fed.basics.programs import jit_once
-from numpyro_fed.basics.trees import Numbers
-from numpyro_fed.basics.trees import namespace
+from numpyro_fed.basics.trees import Numbers, namespace
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.guides.guide import Guide
-from numpyro_fed.guides.quadrature import NEARBY
-from numpyro_fed.guides.quadrature import RowIntegrals
+from numpyro_fed.guides.guide import GlobalDraws, Guide
+from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.guides.silo_bounds import QuadratureBound
 from numpyro_fed.numerics.gaussian import Coordinates
-from numpyro_fed.rounds.exchange import AskSilos
-from numpyro_fed.rounds.exchange import Exchange
-from numpyro_fed.rounds.exchange import FederatedAlgorithm
+from numpyro_fed.rounds.exchange import AskSilos, Exchange, FederatedAlgorithm
 from numpyro_fed.rounds.names import TEMPERED
-from numpyro_fed.rounds.stacks import StackedExchange
-from numpyro_fed.rounds.stacks import stacked_reply
+from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
 from numpyro_fed.search.expand import shape
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.sites import Theta
-from numpyro_fed.weigh.log_likelihoods import at_draws
-from numpyro_fed.weigh.log_likelihoods import shape_of_draws
-from numpyro_fed.weigh.log_likelihoods import with_globals
-from numpyro_fed.weigh.mixture import Mixture
-from numpyro_fed.weigh.mixture import root_of_draws
-from numpyro_fed.guides.guide import GlobalDraws
-
-
+from numpyro_fed.weigh.log_likelihoods import at_draws, shape_of_draws, with_globals
+from numpyro_fed.weigh.mixture import Mixture, root_of_draws
 
 NUM_ISLANDS = 4
 KEPT = 8  # times that a run keeps all particles at the posterior
