@@ -23,7 +23,7 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.network import InMemory
 from numpyro_fed.network.cli import load_file, names_of
-from numpyro_fed.network.policy import evaluations
+from numpyro_fed.network.ledger import evaluations
 from numpyro_fed.rounds.messages import Question, read, write
 
 KEY = jax.random.key(0)

@@ -20,7 +20,7 @@ from scipy.special import logsumexp
 import numpyro_fed as nf
 from numpyro_fed.guides.silo_bounds import AtDraw
 from numpyro_fed.numerics.gaussian import Coordinates
-from numpyro_fed.posterior.weighted_draws import Verdict
+from numpyro_fed.posterior.verdict import Verdict
 from numpyro_fed.weigh.element_errors import moments
 from numpyro_fed.weigh.integration import SiloLikelihood
 from numpyro_fed.weigh.log_likelihoods import LogLikelihoodExchange

@@ -23,7 +23,7 @@ from numpyro_fed.dp_newton import units as private_units
 from numpyro_fed.dp_newton.algorithm import Answered, NewtonQuestion, PrivateNewton
 from numpyro_fed.dp_newton.units import PrivateUnits, Releases
 from numpyro_fed.network.engines import InMemory
-from numpyro_fed.network.policy import LEDGER, Ledger
+from numpyro_fed.network.ledger import LEDGER, Ledger
 from numpyro_fed.privacy.budget import Spent, epsilon_of, noisy
 from numpyro_fed.rounds import messages
 from numpyro_fed.rounds.exchange import ExchangeId

@@ -28,7 +28,8 @@ from numpyro_fed.dp_newton.method import DPNewton
 from numpyro_fed.fitting.ladder import reached_so_far, run_steps
 from numpyro_fed.fitting.steps import FitProblem, FitSteps
 from numpyro_fed.posterior.posterior import Posterior, Stage
-from numpyro_fed.posterior.weighted_draws import TOLERANCE, check_accuracy
+from numpyro_fed.posterior.verdict import TOLERANCE
+from numpyro_fed.posterior.weighted_draws import check_accuracy
 from numpyro_fed.privacy.budget import Privacy
 from numpyro_fed.rounds.compiled_loop import compiled_runtime
 from numpyro_fed.rounds.federation import Federation

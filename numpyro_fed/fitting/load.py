@@ -27,7 +27,7 @@ from numpyro_fed.posterior.particles import Particles
 from numpyro_fed.posterior.posterior import Stage
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.saving import DRAWS, WEIGHTS, read
-from numpyro_fed.posterior.weighted_draws import TOLERANCE
+from numpyro_fed.posterior.verdict import TOLERANCE
 from numpyro_fed.pvi.method import PVI
 from numpyro_fed.search.mode import LocalMode
 from numpyro_fed.sfvi.method import SFVI, SFVIAvg

@@ -33,7 +33,8 @@ from numpyro_fed.methods.columns import COLUMNS, moments_reply, names_reply
 from numpyro_fed.methods.method import FederatedMethod, rebuilt
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.network.engines import MAX_BYTES
-from numpyro_fed.network.policy import Ledger, Policy, evaluations
+from numpyro_fed.network.ledger import Ledger, evaluations
+from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo_runs import SiloRuns
 from numpyro_fed.network.silo_sums import SecureSums, asked_of_all
 from numpyro_fed.privacy.budget import PrivacyWarning

@@ -35,8 +35,8 @@ from numpyro_fed.guides.objectives import (
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.corrected import Corrected, on_supports, sampler_of
 from numpyro_fed.posterior.result import Result
+from numpyro_fed.posterior.verdict import TOLERANCE
 from numpyro_fed.posterior.weighted_draws import (
-    TOLERANCE,
     check_accuracy,
     unless_interrupted,
     until_interrupted,

@@ -39,7 +39,7 @@ from numpyro_fed.posterior.importance import (
 )
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.saving import SavedWords
-from numpyro_fed.posterior.weighted_draws import QUANTILES_KNOWN, TOLERANCE, Doubt, Spoils
+from numpyro_fed.posterior.verdict import QUANTILES_KNOWN, TOLERANCE, Doubt, Spoils
 from numpyro_fed.rounds.keys import generator, typed_key
 from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.search.mode import Mode

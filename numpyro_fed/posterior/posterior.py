@@ -31,7 +31,7 @@ from numpyro_fed.basics.programs import jit_once, precision
 from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
-from numpyro_fed.posterior.weighted_draws import Doubt, Verdict
+from numpyro_fed.posterior.verdict import Doubt, Verdict
 from numpyro_fed.privacy.budget import Spent
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.messages import DRAWS, Question, at_silo, pack, write

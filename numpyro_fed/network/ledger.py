@@ -1,0 +1,151 @@
+"""The count of what a silo has told in all its life, and what its owner's rules leave of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.basics.files import Store, log_privately
+from numpyro_fed.network.policy import Policy
+from numpyro_fed.privacy.budget import epsilon_of
+from numpyro_fed.rounds.messages import Question
+from numpyro_fed.rounds.names import (
+    AROUND_MODE,
+    IMPORTANCE,
+    LEAVE_OUT,
+    LOO,
+    MODE,
+    OUTER_LATENTS,
+    OWN_MODES,
+    TEMPERED,
+)
+
+LEDGER = "ledger"  # the name under which a silo keeps what has been asked
+# A run that may spend the whole budget does so up to rounding.
+ROUNDED = 1 + 1e-5
+
+
+@dataclass
+class Ledger:
+    """The count of places and draws at which a silo has evaluated its likelihood for others."""
+
+    policy: Policy
+    store: Store
+    # What the store keeps: ``places`` and ``draws`` so far; ``stage``, the exchange farthest down
+    # the policy's list that was answered; and ``noise``, the sum of inverse squared noise
+    # multipliers, by which Gaussian releases compose, of the runs that protect the same:
+    # ``{"row add": 0.02}``.
+    kept: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        none: dict[str, Any] = {"places": 0, "draws": 0, "noise": {}, "stage": ""}
+        self.kept = none | json.loads(self.store.get(LEDGER) or b"{}")
+        if set(self.kept) != set(none):
+            raise DataError(
+                f"the silo's ledger has {sorted(self.kept)}, where {sorted(none)} were expected: "
+                "another version has written it. Keep that file, and begin with an empty folder "
+                "of states and a policy that allows what is left."
+            )
+
+    @property
+    def left(self) -> dict[str, float]:
+        """Return what is left of the budget."""
+        policy = self.policy
+        return {
+            "places": policy.max_places - self.kept["places"],
+            "draws": policy.max_draws - self.kept["draws"],
+            "epsilon": policy.epsilon - self._epsilon_of(self.kept["noise"]),
+        }
+
+    def _epsilon_of(self, inverse_squares: Mapping[str, float]) -> float:
+        """Return the epsilon of releases by their sums of inverse squared multipliers."""
+        # One row less and another one more are two changes of one row, as far as a silo's clip may
+        # be: so releases that protect different things count four times.
+        total = sum(inverse_squares.values()) * (1 if len(inverse_squares) < 2 else 4)
+        return epsilon_of((total**-0.5,), self.policy.max_delta) if total else 0.0
+
+    @contextmanager
+    def spending_evaluations(self, exchange: str, numbers: Mapping[str, float]) -> Iterator[None]:
+        """Enter the answer to an exchange that costs so many places or draws.
+
+        They are counted before anything is computed, and given back if the question is refused.
+        """
+        self.policy.check_exchange(exchange, self.kept["stage"])
+        for what, number in numbers.items():
+            if not 0 < number <= self.left[what]:
+                raise ModelError(
+                    f"this silo's policy allows {self.left[what]} more {what} (max_{what}), and "
+                    f"{number} are asked for. Its owner may raise the limit."
+                )
+        after = {what: self.kept[what] + number for what, number in numbers.items()}
+        with self._counted({**after, "stage": self.policy.later(exchange, self.kept["stage"])}):
+            yield
+
+    @contextmanager
+    def spending_privacy(self, multiplier: float, delta: float, protects: str) -> Iterator[None]:
+        """Enter the beginning of a run with a noise multiplier; 0 for one without a budget."""
+        policy, after = self.policy, dict(self.kept["noise"])
+        if multiplier:
+            if delta > policy.max_delta:
+                raise ModelError(
+                    f"this silo's policy allows a delta of {policy.max_delta:g} (max_delta), and "
+                    f"the plan has {delta:g}. Its owner may raise the limit."
+                )
+            after[protects] = after.get(protects, 0.0) + multiplier**-2
+            together = self._epsilon_of(after)
+            if together > policy.epsilon * ROUNDED:
+                raise ModelError(
+                    f"this silo's policy allows an epsilon of {policy.epsilon:g} at delta "
+                    f"{policy.max_delta:g} for all runs together (max_epsilon), and with this one "
+                    f"it would be {together:.3g}. Its owner may raise the limit."
+                )
+        with self._counted({"noise": after}):
+            yield
+
+    @contextmanager
+    def _counted(self, after: Mapping[str, Any]) -> Iterator[None]:
+        """Keep what is counted before anything is computed; undo it after an error."""
+        before = self.kept
+        self._keep({**before, **after})
+        try:
+            yield
+        except BaseException:
+            self._keep(before)
+            raise
+
+    def _keep(self, counted: dict[str, Any]) -> None:
+        self.kept = counted
+        self.store.put({LEDGER: json.dumps(counted).encode()})
+
+    def log(self, entry: dict[str, Any]) -> None:
+        """Add a line to the audit log."""
+        if self.policy.audit is None:
+            return
+        try:
+            log_privately(self.policy.audit, {**entry, "left": self.left})
+        except OSError as error:
+            raise DataError(
+                "the silo's audit log cannot be written, so that it says no."
+            ) from error
+
+
+def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Return at how many places and draws a silo evaluates its likelihood for a reply.
+
+    A search gets gradient and curvature at each of its places, or from each at the silo's own mode,
+    and particles a gradient at each. A correction gets the log likelihood at each draw, and the
+    check of a mode at each point around it; latents are told at each draw. A round counts as one
+    place.
+    """
+    # Counted on the arrays, whose shapes must be those of the exchange.
+    downs = [len(a) for name, a in arrays.items() if name.startswith("down") and a.ndim]
+    most = max([1, *downs])
+    if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO, OUTER_LATENTS, AROUND_MODE):
+        return {"draws": most}
+    return {"places": most if question.exchange in (MODE, OWN_MODES, TEMPERED) else 1}
