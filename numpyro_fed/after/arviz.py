@@ -112,16 +112,17 @@ def groups_to_arviz(
             f"or groups='{ALL}'."
         )
     n, key = _number_and_key(num_samples, worth, key)
-    run, draws = posterior.run_behind, posterior.sample_posterior(key, n, silo=silo)
+    draws = posterior.sample_posterior(key, n, silo=silo)
     named = {name: Named(np.asarray(value)) for name, value in draws.items()}
     # The rows of latents are numbered over all silos, from 0 on: an effect of each hospital has the
     # hospital's number. Axes have the names of plates.
-    for s in run._fit.model.sites:
-        if silo is None or s.kind != "latent" or s.plate is None or s.name not in draws:
+    for s in () if silo is None else posterior.run_behind._fit.model.sites:
+        if s.kind != "latent" or s.plate is None or s.name not in draws:
             continue
         values, along = named[s.name].values, s.axis or 0
         axis, numbers = axis_name(s.plate), np.arange(values.shape[1 + along])
-        if silo != ALL:
+        if silo is not None and silo != ALL:
+            run = posterior.run_behind
             chosen = chosen_silos(silo, run.num_silos)
             sizes = [run._hosted(j).sizes_of(j)[s.plate] for j in range(max(chosen) + 1)]
             ends = np.cumsum([0, *sizes])
@@ -129,16 +130,16 @@ def groups_to_arviz(
         axes = *(f"{s.name}_dim_{i}" for i in range(along)), axis
         named[s.name] = Named(values, axes, {axis: numbers})
     found = {POSTERIOR: named}
-    with precision(double=posterior.double):
-        for group in [name for name in asked if name != POSTERIOR]:
-            try:
+    for group in [name for name in asked if name != POSTERIOR]:
+        try:
+            with precision(double=posterior.double):
                 of_group = _values(posterior, key, n, group)
-            except (DataError, ModelError):
-                if not everything:
-                    raise
-                continue
-            if of_group or not everything:
-                found[group] = of_group
+        except (DataError, ModelError):
+            if not everything:
+                raise
+            continue
+        if of_group or not everything:
+            found[group] = of_group
     return chains_to_arviz(found, labels, num_chains=num_chains, attributes=attributes)
 
 
