@@ -301,3 +301,9 @@ def test_draws_that_repeat_make_no_bumps():
     few = np.repeat(r.normal(size=100), r.multinomial(20_000, np.full(100, 0.01)))
     _, density = curve(few)
     assert (np.diff(np.sign(np.diff(density))) < 0).sum() <= 2
+
+
+def test_outcomes_of_two_kinds_all_have_their_panels():
+    seen = [{"died": np.array([0.0, 1, 1]), "cost": np.array([2.5, 3.0, 9.0])}]
+    drawn = [{name: np.tile(values, (4, 1)) for name, values in seen[0].items()}]
+    assert [ax.get_xlabel() for ax in checks(seen, drawn, ["North"]).axes] == ["died", "cost"]

@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from numpy.typing import ArrayLike
 
 from numpyro_fed.after.predict import SEEN, Draws, Programs, compiled, predictor
+from numpyro_fed.basics.errors import DataError
 from numpyro_fed.data.padding import Filling, arrays_with_rows, padded_arrays, source_rows
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.rounds.silos import Silos
@@ -272,3 +274,23 @@ def outcomes_of_silos(run: Run, silos: Sequence[int]) -> list[dict[str, np.ndarr
         {name: value for name, value in part.items() if not name.startswith(SEEN)}
         for part in outcomes_and_rows(run, silos)
     ]
+
+
+def groups_of_rows(
+    by: Sequence[ArrayLike], outcomes: Sequence[Mapping[str, np.ndarray]]
+) -> list[np.ndarray]:
+    """Return the group of each row of each silo, or of each outcome; an error if some lack one."""
+    groups = [np.asarray(group) for group in by]
+    if len(groups) != len(outcomes):
+        raise DataError(
+            f"by has {len(groups)} entries, and {len(outcomes)} silos are drawn: give an array for "
+            "each of them, in their order."
+        )
+    for j, (group, of_silo) in enumerate(zip(groups, outcomes, strict=True)):
+        for name, values in of_silo.items():
+            if not group.shape or values.shape[: group.ndim] != group.shape:
+                raise DataError(
+                    f"entry {j} of by has the shape {group.shape}, and the outcomes '{name}' of "
+                    f"its silo {values.shape}: give a group for each row, or for each outcome."
+                )
+    return groups

@@ -20,6 +20,7 @@ from numpyro_fed.after.own_rows import (
     WhichSilo,
     check_name,
     drawn_from_prior,
+    groups_of_rows,
     outcomes_of_silos,
     parameters_of,
     programs_of,
@@ -37,7 +38,7 @@ from numpyro_fed.after.predict import (
 )
 from numpyro_fed.after.sensitivity import PriorSensitivity
 from numpyro_fed.basics import display
-from numpyro_fed.basics.errors import ConvergenceWarning, DataError, ModelError, positive_int
+from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.basics.trees import elements
 from numpyro_fed.rounds.progress import shows
@@ -569,11 +570,12 @@ class Questions(ABC):
         shares = display.yes_or_no(y for outcomes in seen for y in outcomes.values())
         if by is None:
             del chosen[display.MOST_LINES if shares else display.MOST_PANELS :]
+        groups = None if by is None else groups_of_rows(by, seen)
         predicted = self._at_own_rows(jax.random.key(0), chosen, n)
-        if by is None:
+        if groups is None:
             shown = chosen if isinstance(silo, int) else range(len(labels))
             return display.checks(seen, predicted, [labels[j] for j in shown])
-        return display.checks(*display.by_group(seen, predicted, groups_of_rows(by, seen)))
+        return display.checks(*display.by_group(seen, predicted, groups))
 
     def _weighted_draws(self, what: str) -> Any:
         """Return the correction of the fit; raise an error that says ``what`` needs one."""
@@ -582,23 +584,3 @@ class Questions(ABC):
             raise ModelError(f"{what}: {correction}.")
         self._warn_of_doubt()
         return correction
-
-
-def groups_of_rows(
-    by: Sequence[ArrayLike], outcomes: Sequence[Mapping[str, np.ndarray]]
-) -> list[np.ndarray]:
-    """Return the group of each row of each silo, or of each outcome; an error if some lack one."""
-    groups = [np.asarray(group) for group in by]
-    if len(groups) != len(outcomes):
-        raise DataError(
-            f"by has {len(groups)} entries, and {len(outcomes)} silos are drawn: give an array for "
-            "each of them, in their order."
-        )
-    for j, (group, of_silo) in enumerate(zip(groups, outcomes, strict=True)):
-        for name, values in of_silo.items():
-            if not group.shape or values.shape[: group.ndim] != group.shape:
-                raise DataError(
-                    f"entry {j} of by has the shape {group.shape}, and the outcomes '{name}' of "
-                    f"its silo {values.shape}: give a group for each row, or for each outcome."
-                )
-    return groups

@@ -232,8 +232,8 @@ def checks(
 ) -> Figure:
     """Return distribution functions of outcomes, over those of predictive data sets, by silo.
 
-    Outcomes of yes or no have one panel, with the share of yes at each silo. ``labels`` may have
-    more silos than the others, which are then drawn alone.
+    If all outcomes are yes or no, a site has one panel, with the share of yes at each silo.
+    ``labels`` may have more silos than the others, which are then drawn alone.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
@@ -245,9 +245,8 @@ def checks(
             there = ~np.isnan(seen)
             pairs.append((label, name, seen[there], drawn.reshape(len(drawn), -1)[:, there]))
     sites = dict.fromkeys(name for _, name, _, _ in pairs)
-    shares = [s for s in sites if yes_or_no(seen for _, name, seen, _ in pairs if name == s)]
-    if shares:
-        return _shares([p for p in pairs if p[1] in shares], shares, len(labels))
+    if yes_or_no(seen for _, _, seen, _ in pairs):
+        return _shares(pairs, list(sites), len(labels))
     number = max(len(pairs), len(labels) * len(sites))
     pairs = pairs[:MOST_PANELS]
     figure, axes = panels(len(pairs))

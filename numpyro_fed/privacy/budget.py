@@ -183,6 +183,8 @@ def epsilon_of(multipliers: Sequence[float], delta: float) -> float:
     2018).
     """
     accounting = optional("dp_accounting", "privacy")
+    if not multipliers:
+        return 0.0
     together = sum(s**-2 for s in multipliers) ** -0.5
     return float(accounting.get_epsilon_gaussian(together, delta))
 
