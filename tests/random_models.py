@@ -22,7 +22,7 @@ from numpyro.contrib.control_flow import scan
 from numpyro.distributions import constraints
 from numpyro.infer.reparam import LocScaleReparam
 
-from numpyro_fed.text.primitives import silo_plate
+from numpyro_fed.text.silo_plate import silo_plate
 
 
 class Latent(NamedTuple):

@@ -124,7 +124,7 @@ def test_no_module_imports_itself_in_a_circle():
 
 def test_rounds_know_no_algorithm_and_no_model():
     # The shared parts of states have types of the text and of a guide.
-    types = {"guides.global_guides", "numerics.gaussian", "text.sites"}
+    types = {"guides.global_guides", "numerics.gaussian", "text.site_table"}
     data = {"data.silo_data", "data.padding"}
     for module in (m for m in MODULES if m.startswith("rounds.")):
         others = {m for m in GRAPH[module] if not m.startswith(("rounds.", "basics.", "privacy."))}

@@ -13,7 +13,7 @@ from numpyro_fed.data.padding import arrays_with_rows, group_lengths
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.testing import check_decomposition
 from numpyro_fed.text.layout import layout_and_buckets
-from numpyro_fed.text.primitives import silo_plate
+from numpyro_fed.text.silo_plate import silo_plate
 
 
 def normal(y, w=None):

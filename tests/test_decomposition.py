@@ -21,7 +21,7 @@ from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.testing import check_decomposition
 from numpyro_fed.text.handlers import joint, local_name
-from numpyro_fed.text.primitives import silo_plate
+from numpyro_fed.text.silo_plate import silo_plate
 from numpyro_fed.text.split import split
 from numpyro_fed.text.traces import Traces
 
@@ -186,7 +186,7 @@ def with_sample_shape(y):
 def test_the_check_knows_shapes_from_numpyro_alone(monkeypatch):
     check_decomposition(with_sample_shape, rows(3, 2), num_points=1)
     monkeypatch.setattr(
-        "numpyro_fed.text.sites.unconstrained_shape", lambda site: tuple(site["fn"].shape())
+        "numpyro_fed.text.site_table.unconstrained_shape", lambda site: tuple(site["fn"].shape())
     )
     with pytest.raises(ModelError, match=r"'w' .*\(3,\) .* \(\) "):
         check_decomposition(with_sample_shape, rows(3), num_points=1)

@@ -498,6 +498,8 @@ def test_a_policy_is_kept(policy, method, words):
         ("importance", {"draws": 12}),
         ("leave out", {"draws": 12}),
         ("sfvi", {"places": 1}),
+        ("private sums 7", {"places": 1}),
+        ("one of a later version", {"places": 12}),
     ],
 )
 def test_each_point_at_which_a_likelihood_is_told_is_counted(exchange, cost):

@@ -16,7 +16,7 @@ from problems import cut, grouped
 
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.fitting import ladder
+from numpyro_fed.fitting import order_of_steps
 from numpyro_fed.posterior.importance import correct_from
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.split import split
@@ -277,14 +277,14 @@ def test_rows_that_read_each_other_are_fitted_under_the_plain_bound():
 
 
 def test_the_best_of_several_corrections_is_judged_by_new_draws(monkeypatch):
-    improve = ladder.improve
+    improve = order_of_steps.improve
 
     def best_of_six(steps, correction):
         for _ in range(5):
             correction = steps.most_trusted(correction, steps.correct(correction.result))
         return improve(steps, correction)
 
-    monkeypatch.setattr(ladder, "improve", best_of_six)
+    monkeypatch.setattr(order_of_steps, "improve", best_of_six)
     fitted = nf.fit(KEY, raw, raw_silos(), progress_bar=False)
     assert [s.name for s in fitted.stages][-1] == "judged by new draws"
     assert fitted.z_G is fitted.stages[-1].result.z_G
@@ -359,7 +359,7 @@ def test_particles_take_over_where_no_correction_is_enough(monkeypatch, tmp_path
     y = np.array([0.4, 1.1, -0.3, 0.8])
     silos = [{"y": y[:1]}, {"y": y[1:]}]
     monkeypatch.setattr(
-        "numpyro_fed.fitting.ladder.improve_and_confirm",
+        "numpyro_fed.fitting.order_of_steps.improve_and_confirm",
         lambda steps, found: replace(found, pareto_k=2.0),
     )
     fitted = nf.fit(KEY, models.level(1), silos, max_exchanges=400, progress_bar=False)

@@ -17,7 +17,7 @@ from numpyro_fed.data.silo_data import read
 from numpyro_fed.numerics.losses import beta_loss, gamma_loss, generalised_cross_entropy, log_loss
 from numpyro_fed.testing import check_decomposition
 from numpyro_fed.text.handlers import at_silo, generalised, joint
-from numpyro_fed.text.primitives import silo_plate
+from numpyro_fed.text.silo_plate import silo_plate
 from numpyro_fed.text.split import split
 
 SILOS = [{"y": np.zeros((2, 3), np.float32)}, {"y": np.ones((4, 3), np.float32)}]

@@ -256,7 +256,7 @@ def test_a_checked_fit_that_goes_on_is_not_trusted(monkeypatch):
     """Its correction is kept, with words that say why it does not count."""
     fitted = nf.fit(KEY, model, SILOS, **QUIET)
     assert fitted.trusted
-    monkeypatch.setattr("numpyro_fed.fitting.ladder.confirm_by_new_draws", ctrl_c)
+    monkeypatch.setattr("numpyro_fed.fitting.order_of_steps.confirm_by_new_draws", ctrl_c)
     with pytest.raises(nf.Interrupted) as caught:
         nf.fit(KEY, model, SILOS, **QUIET)
     found = caught.value.result

@@ -164,6 +164,23 @@ def test_a_run_on_the_substituted_model(trained, kind):
 
 
 @pytest.mark.slow
+def test_a_silo_elsewhere_predicts_with_its_block(trained):
+    federated = nf.handlers.substitute_prior(gp, {"theta": trained.auxiliary})
+    r, names = np.random.default_rng(0), {"gp": federated}
+    data = [dict(area=np.array(b), y=r.normal(2, 1, len(b))) for b in UNEVEN]
+    policy = nf.Policy(min_rows=1, parameters_per_row=1_000)
+    silos = [nf.Silo(d, names=names, policy=policy) for d in data]
+    over = nf.Federation(nf.network.InMemory([silo.answer for silo in silos]), names=names)
+    method = nf.SFVI(federated, start=None)
+    here, there = (method.run(KEY, 5, s, progress_bar=False) for s in (data, over))
+    new = dict(area=np.array(UNEVEN[1][:2]))
+    expected = here.predict(KEY, new, silo=1, n=7)
+    found = silos[1].predict(KEY, there.draws_for_silo(KEY, 7, silo=1), new)
+    for site, values in found.items():
+        np.testing.assert_allclose(values, expected[site], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_rounds_on_the_substituted_model_reach_what_nuts_makes_of_it(trained):
     """Up to what a Gaussian for six globals and Monte Carlo (0.03 sd) leave."""
     federated = nf.handlers.substitute_prior(gp, {"theta": trained.auxiliary})

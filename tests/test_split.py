@@ -17,7 +17,7 @@ from numpyro.infer import init_to_value
 
 from numpyro_fed.basics.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.text.primitives import silo_plate
+from numpyro_fed.text.silo_plate import silo_plate
 from numpyro_fed.text.split import split
 
 Y = np.array([0.5, -1.0, 2.0], np.float32)

@@ -14,7 +14,7 @@ import numpyro_fed as nf
 from numpyro_fed.basics.display import html_table, html_words
 from numpyro_fed.posterior.posterior import Stage
 from numpyro_fed.sigma.training import Check, CheckRow
-from numpyro_fed.text.sites import Site
+from numpyro_fed.text.site_table import Site
 from numpyro_fed.weigh.element_errors import Moments, Rounding
 
 SUBMODULES = sorted(n for n in nf.__all__ if inspect.ismodule(getattr(nf, n)))

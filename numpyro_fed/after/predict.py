@@ -32,8 +32,8 @@ from numpyro_fed.text.facts import Argument, Facts
 from numpyro_fed.text.indices import new_data_check
 from numpyro_fed.text.jaxprs import provenance
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.primitives import feasible, unwrapped
-from numpyro_fed.text.sites import Site
+from numpyro_fed.text.silo_plate import feasible, unwrapped
+from numpyro_fed.text.site_table import Site
 from numpyro_fed.text.substitution import block_name, substituted_in
 
 # Draws that are computed side by side, as for locals of a posterior. Numbers of so many draws stand

@@ -349,7 +349,7 @@ class DPNewton(RowMethod[PrivateResult, None]):
     def value_checks(
         self, layout: Layout, prepared: None, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
-        """Return no verdicts; refuse rows that depend on other rows."""
+        """Return no checks; refuse rows that depend on other rows."""
         if self.privacy.unit == "row":
             try:
                 check_rows_alone(layout, 1, stacks)

@@ -25,7 +25,7 @@ from numpyro_fed.basics.programs import precision as precision_as
 from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.dp_newton.method import DPNewton
-from numpyro_fed.fitting.ladder import reached_so_far, run_steps
+from numpyro_fed.fitting.order_of_steps import reached_so_far, run_steps
 from numpyro_fed.fitting.steps import FitProblem, FitSteps
 from numpyro_fed.posterior.posterior import Posterior, Stage
 from numpyro_fed.posterior.verdict import TOLERANCE
@@ -127,7 +127,7 @@ def fit(
     References
     ----------
     Ashman et al. (2022), arXiv 2202.12275 (PVI); Vehtari et al. (2024), Pareto smoothed importance
-    sampling. Starts, ladder and verdict are this package's own.
+    sampling. Starts, steps and verdict are this package's own.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """What each step of ``nf.fit`` is made of: a run of a method, and the correction of its result.
 
 A fit begins with its problem: a model on silos' data, how large both are, and the methods for it.
-:mod:`.ladder` has the order of the steps, and what improves a correction.
+:mod:`.order_of_steps` has the order of the steps, and what improves a correction.
 """
 
 from __future__ import annotations

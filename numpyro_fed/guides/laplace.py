@@ -9,7 +9,7 @@ and :math:`A = -\nabla^2 f(\hat z_L)`,
 Rows are independent given the globals and the latents of outer plates (a hospital above its
 patients). So ``A`` is an arrow matrix: a block for each row, and a border for the latents above the
 rows. It is solved block by block, as TMB (Kristensen et al. 2016) and INLA (Rue, Martino and Chopin
-2009) do it for pooled data. Kinks of densities are rounded off (:mod:`numpyro_fed.text.sites`).
+2009) do it for pooled data. :mod:`numpyro_fed.text.site_table` rounds kinks of densities off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import LOG_2PI, Curvature, symmetric
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Rows, Theta
+from numpyro_fed.text.site_table import Rows, Theta
 
 START = 1e-2  # the first modes are searched from here: at zero some densities have a kink
 MAX_STEPS = 50  # of Newton's method: a bound on the work at a point where rows have no mode

@@ -34,7 +34,7 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.laplace import EXACT, Laplace, LatentSearch, SearchEnd
 from numpyro_fed.numerics import linalg
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Rows, Theta
+from numpyro_fed.text.site_table import Rows, Theta
 
 NODES = 11  # in each dimension: 2e-4 nats off for four binary visits and an effect of sd 2.2
 # Latents of an outer plate alone, such as one for a hospital, are few at a silo, and many rows say

@@ -20,7 +20,7 @@ from numpyro_fed.guides.objectives import Objective, Quadrature, draws_by_plate
 from numpyro_fed.guides.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Rows, Theta
+from numpyro_fed.text.site_table import Rows, Theta
 
 
 def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Array, Rows]:

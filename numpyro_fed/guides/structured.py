@@ -30,7 +30,7 @@ from numpyro_fed.guides.local_guides import (
 )
 from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Site
+from numpyro_fed.text.site_table import Site
 
 # Sizes up to which "auto" takes the richer guide.
 # Globals: a skewed guide has three times the parameters of a full one, and a loop over coordinates

@@ -99,7 +99,7 @@ class PartySide(FederatedMethod[Found], Generic[Found, Prepared]):
     def value_checks(
         self, layout: Layout, prepared: Prepared, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
-        """Return the verdicts about the fit that depend on the silos' values, by name."""
+        """Return what of the fit depends on the silos' values, as answers by name."""
         return ()
 
     def _check_facts(self, facts: Sequence[Facts]) -> None:
@@ -131,7 +131,7 @@ class PartySide(FederatedMethod[Found], Generic[Found, Prepared]):
         fm = layout.model
         facts = facts_of(fm, data, layout.sizes[0], with_globals=True)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
-        return replace(facts, verdicts=self.value_checks(layout, self.prepare(fm), [stack]))
+        return replace(facts, value_checks=self.value_checks(layout, self.prepare(fm), [stack]))
 
     def agree(self, facts: Sequence[Facts]) -> Plan:
         """Return the plan that the facts of all silos agree on.

@@ -57,7 +57,7 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
     layout of silos.
     """
 
-    # By shapes of silos: their layout, the plan without verdicts on values and without settings,
+    # By shapes of silos: their layout, the plan without checks of values and without settings,
     # and the parts that depend on shapes alone.
     _layouts: dict[Hashable, tuple[Layout, Plan, Prepared]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -224,10 +224,10 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
             self._check_facts(facts)
             known = self._layouts[shapes] = layout, agreed, self.prepare(layout.model)
         _, plan, prepared = known
-        # Another verdict on new values makes another plan, and so another fit for the same shapes.
-        verdicts = self.value_checks(layout, prepared, [b.data for b in buckets])
-        plan = replace(plan, facts=replace(plan.facts, verdicts=verdicts))
-        # Padding is a part of the key: whether rows may be padded is a verdict on these values.
+        # New values with another answer make another plan, and so another fit for the same shapes.
+        checks = self.value_checks(layout, prepared, [b.data for b in buckets])
+        plan = replace(plan, facts=replace(plan.facts, value_checks=checks))
+        # Padding is a part of the key: whether rows may be padded depends on these values.
         cache_key = (runtime, shapes, any(bucket.data.masks for bucket in buckets), plan)
         if cache_key not in self._fits:
             self._fits[cache_key] = self._fit_of(layout, plan, prepared, buckets, runtime)

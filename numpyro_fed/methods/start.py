@@ -183,7 +183,7 @@ def begin_at_mode(
     )
     exchanges = ask.number + 1  # the last one begins the run
     if not search.known.any():
-        raise _no_place_error(fm, batches, exchanges, ask.unusable)
+        raise _no_place_error(fm, batches, exchanges, len(search.known), ask.unusable)
 
     found = _checked_mode(fm, start, search, ask, exchanges)
     if found.converged and not len(effects_of(fm)):
@@ -193,7 +193,7 @@ def begin_at_mode(
     key_begin = jax.random.fold_in(key_search, 0)
     server, silos, info, good, _ = begin(key_begin, search, ask.silos, batches)
     if not info.ok:
-        raise _no_place_error(fm, batches, exchanges, failed_silos(good, (), ()))
+        raise _no_place_error(fm, batches, exchanges, len(search.known), failed_silos(good, (), ()))
     carry = init_schedule(compiled.built.schedule, key, compiled.plan.num_silos)
     zero = jax.device_put(np.zeros((), np.int32))
     state = drop_weak_types(State(zero, server, silos, carry))
@@ -201,11 +201,11 @@ def begin_at_mode(
 
 
 def _no_place_error(
-    fm: FederatedModel, batches: Batches, exchanges: int, unusable: tuple[int, ...]
+    fm: FederatedModel, batches: Batches, exchanges: int, starts: int, unusable: tuple[int, ...]
 ) -> NoStartError | NonFiniteError:
     """Return the error for a search that has found no place; a flat prior needs one."""
     if fm.improper:
-        return not_found_error(fm, batches, exchanges, 1, unusable)
+        return not_found_error(fm, batches, exchanges, starts, unusable)
     return NoStartError(
         "no mode to start from was found where log density, gradient and Hessian are finite"
         f"{at_silos(unusable)}. {reason_or_raise(fm, batches)}"

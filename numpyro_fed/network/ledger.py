@@ -14,21 +14,21 @@ from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.files import Store, log_privately
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.privacy.budget import epsilon_of
+from numpyro_fed.rounds import names
 from numpyro_fed.rounds.messages import Question
-from numpyro_fed.rounds.names import (
-    AROUND_MODE,
-    IMPORTANCE,
-    LEAVE_OUT,
-    LOO,
-    MODE,
-    OUTER_LATENTS,
-    OWN_MODES,
-    TEMPERED,
-)
 
 LEDGER = "ledger"  # the name under which a silo keeps what has been asked
 # A run that may spend the whole budget does so up to rounding.
 ROUNDED = 1 + 1e-5
+# The exchanges that tell the likelihood at each draw of a message, and those that tell it at one
+# place, whatever is in the message. All others count by the places in their message.
+AT_DRAWS = {names.IMPORTANCE, names.LEAVE_OUT, names.LOO, names.OUTER_LATENTS, names.AROUND_MODE}
+AT_ONE_PLACE = {
+    *(names.SFVI_STEP, names.SFVI_AVG_ROUND, names.PVI_ROUND, names.EVALUATION, names.FROM_MODE),
+    *(names.ROWS, names.MEANS, names.DEVIATIONS, names.PRIVATE_UNITS, names.PRIVATE_SIZES),
+    *(names.DRAW, names.LIKELIHOOD, names.STEP, names.SHOW, names.TRY, names.TURN, names.SPREAD),
+    *(names.BEGIN_AT_MODE, names.BEGIN_AT_ZERO, names.SAMPLE, names.INFLUENCE),
+}
 
 
 @dataclass
@@ -140,12 +140,13 @@ def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[st
 
     A search gets gradient and curvature at each of its places, or from each at the silo's own mode,
     and particles a gradient at each. A correction gets the log likelihood at each draw, and the
-    check of a mode at each point around it; latents are told at each draw. A round counts as one
-    place.
+    check of a mode at each point around it; latents are told at each draw. A round of a method
+    counts as one place, and an exchange that is not known by name as many as its message may ask.
     """
     # Counted on the arrays, whose shapes must be those of the exchange.
     downs = [len(a) for name, a in arrays.items() if name.startswith("down") and a.ndim]
     most = max([1, *downs])
-    if question.exchange in (IMPORTANCE, LEAVE_OUT, LOO, OUTER_LATENTS, AROUND_MODE):
+    if question.exchange in AT_DRAWS:
         return {"draws": most}
-    return {"places": most if question.exchange in (MODE, OWN_MODES, TEMPERED) else 1}
+    at_one = question.exchange in AT_ONE_PLACE or question.exchange.startswith(names.PRIVATE_SUMS)
+    return {"places": 1 if at_one else most}

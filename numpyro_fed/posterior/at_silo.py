@@ -26,6 +26,7 @@ from numpyro_fed.after.predict import (
     new_rows,
     outer_sites,
     predictor,
+    with_blocks,
 )
 from numpyro_fed.basics.errors import DataError, ModelError, ReplyError
 from numpyro_fed.data.silo_data import SiloData
@@ -98,6 +99,7 @@ class AtSilo:
         names = [s.name for s in fm.sites if s.kind == "latent"]
         if new is not None:
             sizes = fm.sizes(silo.data)
+            new = with_blocks(fm, new, silo.number, silo.data)
             data = new_rows(fm, new, self.facts, [silo.data], silo.number, sizes)
             names = [*global_latents(fm), *(s.name for s in outer_sites(fm))]
         sites = self.sample_posterior(key, arrays, silo)

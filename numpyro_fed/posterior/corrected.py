@@ -28,7 +28,7 @@ from numpyro_fed.posterior.saving import SavedWords
 from numpyro_fed.posterior.weighted_draws import WeightedDraws
 from numpyro_fed.rounds.runtime import State
 from numpyro_fed.search.influence import SiloTable, Whitened
-from numpyro_fed.text.sites import Site
+from numpyro_fed.text.site_table import Site
 from numpyro_fed.weigh.element_errors import ElementErrors, Moments, Rounding
 from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.mixture import NUM_PARTS, mixture_at

@@ -44,7 +44,7 @@ from numpyro_fed.rounds.keys import generator, typed_key
 from numpyro_fed.rounds.progress import Progress, progress_of
 from numpyro_fed.search.mode import Mode
 from numpyro_fed.text.row_checks import refuse_coupled_rows
-from numpyro_fed.text.sites import Theta
+from numpyro_fed.text.site_table import Theta
 from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, disagreement, moments
 from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.mixture import around_modes

@@ -18,7 +18,7 @@ from numpyro_fed.guides.silo_bounds import AtDraw, Bound
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.states import Private, Shared
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Rows, Theta
+from numpyro_fed.text.site_table import Rows, Theta
 
 # Draws x rows up to which silos' latents are drawn by a program with few optimisations: running it
 # takes less time than more of them would.

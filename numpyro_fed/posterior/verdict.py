@@ -67,10 +67,10 @@ class Verdict:
         return "" if self.enough_draws else "too few draws to tell"
 
     def __str__(self) -> str:
-        if not self.enough_draws:
-            return f"Too few draws to tell: k-hat needs {MIN_DRAWS} or more."
         figures = f" ({self.figures})" if self.figures else ""
-        if self.trusted:
+        if not self.doubts and not self.enough_draws:
+            return f"Too few draws to tell: k-hat needs {MIN_DRAWS} or more."
+        if not self.doubts:
             trusted = f"The posterior of the globals can be trusted{figures}"
             but = f", but {self.reservation}: use medians and quantiles there"
             return f"{trusted}{but if self.reservation else ''}."

@@ -26,7 +26,7 @@ from numpyro_fed.posterior.verdict import (
     Doubt,
     Verdict,
 )
-from numpyro_fed.text.sites import Site
+from numpyro_fed.text.site_table import Site
 from numpyro_fed.weigh.element_errors import ORDERS, ElementErrors, Moments, Rounding
 from numpyro_fed.weigh.weights import max_k_hat
 

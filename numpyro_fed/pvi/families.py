@@ -27,7 +27,7 @@ from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary, Product
 from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Site, Theta
+from numpyro_fed.text.site_table import Site, Theta
 
 # The largest departure from an affine function, in nats: an absolute part and one relative to the
 # size of the terms. Double precision leaves some 1e-15 of that size for each operation; a function
@@ -423,11 +423,11 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
         fixed = family, chosen.reach, points, chosen.prior(theta)
         return jax.vmap(lambda data: _fitted(row_terms(fm, theta, data), *fixed)[1])(stack).all()
 
-    def verdict(stacks: Sequence[SiloData]) -> bool:
+    def is_conjugate(stacks: Sequence[SiloData]) -> bool:
         with double_precision():
             return all(all_affine(double(stack), chosen.points) for stack in stacks)
 
-    return verdict
+    return is_conjugate
 
 
 def row_terms(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable[[Array], Array]:

@@ -288,7 +288,7 @@ class PVI(RowMethod[PVIResult, Conjugate]):
     def value_checks(
         self, layout: Layout, prepared: Conjugate, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
-        """Return the verdict whether the likelihood is conjugate; refuse unsuitable minibatches."""
+        """Return whether the likelihood is conjugate; refuse unsuitable minibatches."""
         _, is_conjugate = prepared
         if self.local is not None:
             check_rows_alone(layout, self.local.batch_size, stacks)
@@ -296,7 +296,7 @@ class PVI(RowMethod[PVIResult, Conjugate]):
 
     def _local(self, plan: Plan) -> Local:
         """Return the local optimiser; refuse one that does not suit the model or the divergence."""
-        closed, is_kl = plan.facts.verdict("conjugate"), isinstance(self.divergence, KL)
+        closed, is_kl = plan.facts.value_check("conjugate"), isinstance(self.divergence, KL)
         local = self.local or (ClosedForm() if closed and is_kl else Optax())
         if isinstance(local, ClosedForm) and not closed:
             raise GuideError(
@@ -337,7 +337,7 @@ class PVI(RowMethod[PVIResult, Conjugate]):
             prior_divergence=in_words(self.prior_divergence),
             deletion=in_words(self.deletion),
             prior_share=in_words(self.prior_share),
-            conjugate=plan.facts.verdict("conjugate"),
+            conjugate=plan.facts.value_check("conjugate"),
         )
 
     def _objective(self, fm: FederatedModel, start: str | None) -> Objective:
@@ -353,7 +353,7 @@ class PVI(RowMethod[PVIResult, Conjugate]):
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
         objective = self._objective(fm, settings.start)
         draws = draws_of(self.objective, objective, guide)
-        local, closed = self._local(plan), plan.facts.verdict("conjugate")
+        local, closed = self._local(plan), plan.facts.value_check("conjugate")
         if fm.improper and settings.start is None:
             raise ModelError(
                 f"the prior of the global site '{fm.improper[0]}' is flat (ImproperUniform, or "

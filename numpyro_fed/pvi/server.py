@@ -42,7 +42,7 @@ from numpyro_fed.rounds.names import EVALUATION, PVI_ROUND
 from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
 from numpyro_fed.rounds.states import Private, Shared, SharedParams
 from numpyro_fed.search.expand import shape
-from numpyro_fed.text.sites import Theta
+from numpyro_fed.text.site_table import Theta
 
 KL_DRAWS = 256  # for the KL to a prior outside of the family: more make the loss less noisy
 # The distance to the limit of further rounds, in sds, at which a run has converged: the error that
@@ -158,6 +158,8 @@ class PartitionedVI(PVIAtSilo):
 
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         """Ask for changes, take as much as leaves the posterior proper, and step on theta."""
+        # One key serves the loss, the server's own factor and theta: estimates of expectations that
+        # nothing combines.
         theta, posterior_before = state.params.theta, state.params.guide
         up: Up = ask(PVI_ROUND, Down(theta, state.total, state.taken[ask.who])).up
         kl_to_prior = self.kl_to_prior(noise, theta, posterior_before)
@@ -166,9 +168,10 @@ class PartitionedVI(PVIAtSilo):
         if self.adaptive:
             target = jax.tree.map(jnp.add, state.total, up.change)
             total, damping = proper_step(is_proper, state.total, target, state.damping)
-            # Down as far as a step had to be damped, and up again by two in each step.
-            lowered = jnp.where(damping > 0, damping, state.damping / 2)
-            next_damping = jnp.minimum(2 * lowered, self.damping)
+            # Down as far as a step had to be damped, and up again by two in each step. A step of
+            # which not even a thousandth was proper says nothing of the next one.
+            used = jnp.where(damping > 0, 2 * damping, state.damping)
+            next_damping = jnp.minimum(used, self.damping)
         else:
             moved = jax.tree.map(lambda a, b: a + state.damping * b, state.total, up.change)
             taken, next_damping = is_proper(moved), state.damping

@@ -33,7 +33,7 @@ from numpyro_fed.pvi.families import GAUSSIAN, Globals, misfit, row_terms
 from numpyro_fed.rounds.exchange import Reply
 from numpyro_fed.rounds.states import SharedParams, SiloParams
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Rows, Theta
+from numpyro_fed.text.site_table import Rows, Theta
 
 # Draws of the expected log likelihood side by side; more of them use more memory.
 EVIDENCE_BATCH = 8

@@ -33,7 +33,7 @@ from numpyro_fed.text.facts import facts_of
 from numpyro_fed.text.handlers import local_name
 from numpyro_fed.text.layout import layout_and_buckets
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Rows
+from numpyro_fed.text.site_table import Rows
 from numpyro_fed.weigh.element_errors import Rounding
 
 # Samples of each chain from which run_nuts warns by itself: shorter runs are trials, which would

@@ -13,7 +13,7 @@ from jax import Array
 
 from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.numerics.gaussian import Coordinates, Gaussian
-from numpyro_fed.text.sites import Theta
+from numpyro_fed.text.site_table import Theta
 
 
 class SharedParams(NamedTuple):

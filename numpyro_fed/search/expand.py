@@ -24,7 +24,7 @@ from numpyro_fed.guides.quadrature import silo_integral
 from numpyro_fed.numerics import linalg
 from numpyro_fed.numerics.gaussian import LOG_2PI
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Rows, Theta
+from numpyro_fed.text.site_table import Rows, Theta
 
 # Distance of the start from zero, where some densities have a kink: derivatives of abs and max are
 # those of neither side there, and half of a logistic regression's gradient is lost. Beside a

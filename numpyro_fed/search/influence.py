@@ -46,7 +46,7 @@ from numpyro_fed.search.expand import Expand, Prior, SearchState, SiloExpansion,
 from numpyro_fed.search.mode_search import SEARCHED_UP_TO
 from numpyro_fed.search.own_modes import climb_to_own_modes
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Theta
+from numpyro_fed.text.site_table import Theta
 
 MOST_GLOBALS = SEARCHED_UP_TO  # silos send Hessians, as in the search for the mode
 # Precision of a silo along a direction, of that of all others, below which it knows nothing there:

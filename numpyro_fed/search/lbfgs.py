@@ -39,7 +39,7 @@ from numpyro_fed.search.expand import (
     silo_expansion,
 )
 from numpyro_fed.search.mode_search import Ascent, AscentPhase, ModeSearch, rounding_of
-from numpyro_fed.text.sites import Rows
+from numpyro_fed.text.site_table import Rows
 
 # Pairs that L-BFGS keeps. An exchange with silos costs far more than the products with the pairs,
 # so more than the usual ten; each takes the memory of two vectors of globals at the server.

@@ -31,7 +31,7 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.gaussian import Curvature
 from numpyro_fed.search.expand import Expand, Expansion, Prior, SearchState
 from numpyro_fed.search.mode_search import MAX_PROMISE_PER_DIM
-from numpyro_fed.text.sites import Rows
+from numpyro_fed.text.site_table import Rows
 
 # Steps of a silo. From zero the six cities take 16. A Poisson rate that is far too high comes down
 # by a factor of e in a step, and with raw covariates of 10^5 a search began at e^113.

@@ -29,7 +29,7 @@ from numpyro_fed.search.expand import ROUNDING_UNITS, SearchState, unravelled
 from numpyro_fed.search.lbfgs import nonzero
 from numpyro_fed.search.mode_search import BestPoints, best_start
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Theta
+from numpyro_fed.text.site_table import Theta
 
 # The least curvature of a direction, as a share of the largest scaled one, in single and in double
 # precision. A smaller share lets rounding decide how wide a start is; a larger one starts too

@@ -39,7 +39,7 @@ from numpyro_fed.search.start_point import (
     start_at_mode,
 )
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Rows, Theta
+from numpyro_fed.text.site_table import Rows, Theta
 
 
 @dataclass(frozen=True, eq=False)

@@ -193,7 +193,7 @@ class GradientMethod(RowMethod[Result, None], Generic[Settings]):
     def value_checks(
         self, layout: Layout, prepared: None, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
-        """Return no verdicts; refuse minibatches of rows that depend on other rows."""
+        """Return no checks; refuse minibatches of rows that depend on other rows."""
         check_rows_alone(layout, self.batch_size, stacks)
         return ()
 

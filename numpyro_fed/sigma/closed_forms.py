@@ -31,7 +31,7 @@ from numpyro_fed.sigma.fields import (
     adjacency_of,
     field_of,
 )
-from numpyro_fed.text.primitives import unwrapped
+from numpyro_fed.text.silo_plate import unwrapped
 from numpyro_fed.text.substitution import Blocks, block_name, site_of, trace_text
 
 Shared = TypeVar("Shared")

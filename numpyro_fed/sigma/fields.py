@@ -17,7 +17,7 @@ from numpyro.distributions.util import promote_shapes, validate_sample
 from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.trees import fresh
 from numpyro_fed.numerics import linalg
-from numpyro_fed.text.primitives import unwrapped
+from numpyro_fed.text.silo_plate import unwrapped
 
 __all__ = ["Leroux", "matern", "rbf"]
 

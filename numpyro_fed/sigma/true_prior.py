@@ -21,7 +21,7 @@ from numpyro.distributions import Distribution, biject_to
 from numpyro_fed.basics.errors import DataError, ModelError, ModelWarning
 from numpyro_fed.sigma.fields import Spectrum, field_of
 from numpyro_fed.text.jaxprs import provenance
-from numpyro_fed.text.primitives import is_flat
+from numpyro_fed.text.silo_plate import is_flat
 from numpyro_fed.text.substitution import site_of, trace_text
 
 # Draws of the hyperparameters from which scales are estimated, and draws of the site at each: they

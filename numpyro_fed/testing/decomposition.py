@@ -35,7 +35,7 @@ from numpyro_fed.text.row_checks import (
     row_groups,
     summary_message,
 )
-from numpyro_fed.text.sites import Rows, Theta, unpack
+from numpyro_fed.text.site_table import Rows, Theta, unpack
 
 
 def check_decomposition(

@@ -26,7 +26,7 @@ from numpyro.primitives import Messenger, apply_stack
 from numpyro_fed.basics.errors import DataError, DataWarning, ModelError
 from numpyro_fed.numerics.accurate_densities import log_prob
 from numpyro_fed.text.jaxprs import provenance
-from numpyro_fed.text.primitives import silo_plate_of
+from numpyro_fed.text.silo_plate import silo_plate_of
 
 LATENT_OF_SUM = (
     "the distribution of the latent site '{}' depends on the client_sum. The power likelihood has "

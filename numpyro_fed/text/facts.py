@@ -29,11 +29,11 @@ from numpyro_fed.data.silo_data import SiloData, Sizes, read, read_one, skeleton
 from numpyro_fed.data.tables import check_columns
 from numpyro_fed.text.fingerprint import SOFTWARE, Term, check_terms, terms_of
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Plate, Site
+from numpyro_fed.text.site_table import Plate, Site
 from numpyro_fed.text.split import split
 from numpyro_fed.text.vertical import with_server_data
 
-VERSION = 3
+VERSION = 4
 # Points at which the global sites of all silos are compared. At a single one two texts could agree
 # by chance; each more is a longer message.
 POINTS = 3
@@ -58,10 +58,10 @@ class Facts:
 
     They reveal the names, dtypes and trailing shapes of the arrays, the names of columns of
     DataFrames, in which outcomes some are missing, static values as they are, the sites of the
-    model, for each silo plate the number of rows rounded up to a power of two, and verdicts, such
-    as whether the likelihood is conjugate. They do not contain exact numbers of rows, nor any
-    number that depends on the values of data, except for the verdicts. Those of a client that holds
-    columns have the whole shapes of its arrays, and neither sites nor sizes.
+    model, for each silo plate the number of rows rounded up to a power of two, and checks of
+    values, such as whether the likelihood is conjugate. They do not contain exact numbers of rows,
+    nor any number that depends on the values of data, except for these checks. Those of a client
+    that holds columns have the whole shapes of its arrays, and neither sites nor sizes.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class Facts:
     globals : tuple of (name, numbers)
         Log densities and values of the global sites at fixed points: two silos with different
         texts differ here.
-    verdicts : tuple of (question, bool)
+    value_checks : tuple of (question, bool)
     missing : tuple of str
         The arrays in which some outcomes are missing.
     columns : tuple of (str, tuple of str)
@@ -97,16 +97,16 @@ class Facts:
     plates: tuple[Plate, ...]
     sizes: tuple[tuple[str, int], ...]
     globals: tuple[tuple[str, tuple[float, ...]], ...] = ()
-    verdicts: tuple[tuple[str, bool], ...] = ()
+    value_checks: tuple[tuple[str, bool], ...] = ()
     missing: tuple[str, ...] = ()
     columns: tuple[tuple[str, tuple[str, ...]], ...] = ()
     software: str = SOFTWARE
     version: int = VERSION
     ids: str = ""
 
-    def verdict(self, question: str) -> bool:
-        """Return a verdict by name."""
-        return dict(self.verdicts)[question]
+    def value_check(self, question: str) -> bool:
+        """Return the answer to a question about values, by its name."""
+        return dict(self.value_checks)[question]
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -138,8 +138,8 @@ class Plan:
     Attributes
     ----------
     facts : Facts
-        The facts of the smallest silo, on behalf of all. A verdict in it is yes if it is yes at
-        every silo.
+        The facts of the smallest silo, on behalf of all. The answer to a check of values is yes if
+        it is yes at every silo.
     num_silos : int
     largest, total : tuple of (plate, int)
         The largest size class of a silo, and the sum over silos.
@@ -255,7 +255,7 @@ def describe(model: Callable[..., Any], silo: Mapping[str, Any]) -> Facts:
 def facts_of(
     fm: FederatedModel, data: SiloData, sizes: Sizes, *, with_globals: bool = False
 ) -> Facts:
-    """Return the facts of a silo whose text has been split, without verdicts."""
+    """Return the facts of a silo whose text has been split, without checks of values."""
     arguments = []
     for name, array in sorted(data.arrays.items()):
         plates = tuple(p for p, n in sizes.items() if array.ndim and len(array) == n)
@@ -321,13 +321,13 @@ def agree(facts: Sequence[Facts]) -> Plan:
                 "nobody can tell whose rows it holds. Give the silo plates different sizes."
             )
         arguments.append(found[0]._replace(plates=shared) if shared else whole[0])
-    questions = [question for question, _ in first.verdicts]
-    verdicts = tuple((q, all(f.verdict(q) for f in facts)) for q in questions)
+    questions = [question for question, _ in first.value_checks]
+    value_checks = tuple((q, all(f.value_check(q) for f in facts)) for q in questions)
     names = [plate for plate, _ in first.sizes]
     sizes = [dict(f.sizes) for f in facts]
     missing = tuple(sorted({name for f in facts for name in f.missing}))
     columns = tuple(sorted({name: c for f in facts for name, c in f.columns}.items()))
-    common = replace(smallest, arguments=tuple(arguments), verdicts=verdicts)
+    common = replace(smallest, arguments=tuple(arguments), value_checks=value_checks)
     return Plan(
         replace(common, missing=missing, columns=columns),
         len(facts),
@@ -355,7 +355,11 @@ def _check_alike(first: Facts, other: Facts, j: int) -> None:
         ("its silo plates", other.plates, first.plates),
         ("its arrays (name, dtype, axes)", kinds(other, first), kinds(first, other)),
         ("what of its arguments is a tree", other.tree, first.tree),
-        ("the questions that it answers", list(dict(other.verdicts)), list(dict(first.verdicts))),
+        (
+            "the questions that it answers",
+            list(dict(other.value_checks)),
+            list(dict(first.value_checks)),
+        ),
         ("its global sites", list(dict(other.globals)), list(dict(first.globals))),
     ):
         if mine != theirs:
@@ -385,7 +389,7 @@ def with_terms(plan: Plan, fm: FederatedModel, facts: Sequence[Facts]) -> Plan:
 def check_plan(plan: Plan, own: Facts, fm: FederatedModel, number: int) -> None:
     """Raise an error for a plan that silo ``number`` has no part in, by its own facts and text."""
     _check_alike(plan.facts, own, number)
-    largest, total, verdicts = dict(plan.largest), dict(plan.total), dict(own.verdicts)
+    largest, total, answers = dict(plan.largest), dict(plan.total), dict(own.value_checks)
     words = f"the plan does not come from the facts of silo {number}"
     if not 0 <= number < plan.num_silos:
         raise ModelError(f"{words}: it has {plan.num_silos} silos.")
@@ -394,8 +398,8 @@ def check_plan(plan: Plan, own: Facts, fm: FederatedModel, number: int) -> None:
             raise ModelError(f"{words}: it has other numbers of rows of '{plate}'.")
     if left := set(own.missing) - set(plan.facts.missing):
         raise ModelError(f"{words}: it says that nothing is missing in {sorted(left)}.")
-    for question, verdict in plan.facts.verdicts:
-        if verdict and not verdicts[question]:
+    for question, answer in plan.facts.value_checks:
+        if answer and not answers[question]:
             raise ModelError(f"{words}: it says yes to '{question}', and this silo says no.")
     if plan.software not in ("", SOFTWARE):
         raise ModelError(f"{words}: it is of {plan.software}, and this silo has {SOFTWARE}.")

@@ -23,7 +23,7 @@ from numpyro_fed.data.tables import as_dict
 from numpyro_fed.text.clients import augment as augment
 from numpyro_fed.text.clients import power_likelihood as power_likelihood
 from numpyro_fed.text.jaxprs import provenance
-from numpyro_fed.text.primitives import feasible, in_silo_plate, inside_control_flow, silo_plate_of
+from numpyro_fed.text.silo_plate import feasible, in_silo_plate, inside_control_flow, silo_plate_of
 from numpyro_fed.text.substitution import substitute_prior as substitute_prior
 
 __all__ = ["at_silo", "augment", "generalised", "joint", "power_likelihood", "substitute_prior"]

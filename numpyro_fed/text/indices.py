@@ -38,7 +38,7 @@ from numpyro_fed.text.jaxprs import (
     trace_program,
     type_of,
 )
-from numpyro_fed.text.primitives import feasible
+from numpyro_fed.text.silo_plate import feasible
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn, Var

@@ -26,7 +26,7 @@ from numpyro_fed.basics.programs import TRACING, compiled_method, jit_once
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.numerics.accurate_densities import log_prob, no_more_than_finite
 from numpyro_fed.text.jaxprs import Labels, provenance
-from numpyro_fed.text.sites import Plate, Rows, Site, Structure, Theta, sum_rows, unpack
+from numpyro_fed.text.site_table import Plate, Rows, Site, Structure, Theta, sum_rows, unpack
 from numpyro_fed.text.traces import (
     DENSITY,
     INITIAL,

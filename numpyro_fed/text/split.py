@@ -25,7 +25,7 @@ from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.text.handlers import leave_out_missing, localised, rounded
 from numpyro_fed.text.jaxprs import same_but_for_sizes
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Structure
+from numpyro_fed.text.site_table import Structure
 from numpyro_fed.text.traces import ARRAY, DENSITY, THE_KEY, VALUE, Trace, Traces
 
 PADDING_HINT = (

@@ -26,7 +26,7 @@ from numpyro.primitives import Messenger
 from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.basics.trees import fresh
-from numpyro_fed.text.primitives import feasible, silo_plate
+from numpyro_fed.text.silo_plate import feasible, silo_plate
 
 Shared = TypeVar("Shared")  # the part of a site that all silos share
 

@@ -13,7 +13,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution, constraints
 
-from numpyro_fed.text.primitives import silo_frames
+from numpyro_fed.text.silo_plate import silo_frames
 
 AnyArray = Array | np.ndarray
 WRAPPERS = dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution

@@ -52,8 +52,8 @@ from numpyro_fed.text.jaxprs import (
     type_of,
     with_inputs_of,
 )
-from numpyro_fed.text.primitives import feasible, silo_plate_of
-from numpyro_fed.text.sites import (
+from numpyro_fed.text.silo_plate import feasible, silo_plate_of
+from numpyro_fed.text.site_table import (
     NamesApart,
     Rows,
     Site,

@@ -28,7 +28,7 @@ from numpyro_fed.data.padding import Bucket, arrays_with_rows
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import hashed_normals
-from numpyro_fed.text.sites import Rows, Theta
+from numpyro_fed.text.site_table import Rows, Theta
 from numpyro_fed.text.supports import Observed, SiteSupport
 from numpyro_fed.text.traces import (
     ARRAY,

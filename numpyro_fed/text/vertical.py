@@ -30,8 +30,8 @@ from numpyro_fed.numerics.accurate_densities import log_prob
 from numpyro_fed.text.clients import Clients, at_client_sum, check_predictions
 from numpyro_fed.text.jaxprs import provenance
 from numpyro_fed.text.log_density import FederatedModel, packed
-from numpyro_fed.text.primitives import feasible
-from numpyro_fed.text.sites import NEEDS_VALUES, Site, Theta, unpack
+from numpyro_fed.text.silo_plate import feasible
+from numpyro_fed.text.site_table import NEEDS_VALUES, Site, Theta, unpack
 from numpyro_fed.text.traces import ARRAY, DENSITY, LATENT, OBSERVED, VALUE, Traces, run_text
 
 TOTAL = "the sum over clients"  # the argument of the server's text that holds the sum

@@ -125,15 +125,15 @@ class VFLAlgorithm(VerticalAlgorithm):
 
     def coupling_of(self, party: PartyType, params: PartyParams) -> Array | None:
         """Return the coefficients (dim, rank) of the shared noise in a party's guide, or None."""
-        coefs, guide, eta = params.coupling, party.guide, params.guide
+        coupling, guide, eta = params.coupling, party.guide, params.guide
         # Without a start they are in units of the standard noise already.
-        if coefs is None or not self.from_start:
-            return coefs
+        if coupling is None or not self.from_start:
+            return coupling
         # Parameters have them in units of the frame: so the guide may change its own spread without
         # changing the covariance that it has with others.
-        centre = guide.draw(eta, jnp.zeros(len(coefs)))[0]
+        centre = guide.draw(eta, jnp.zeros(len(coupling)))[0]
         push = partial(jax.jvp, lambda u: guide.standard_noise(eta, u), (centre,))
-        return jax.vmap(lambda v: push((v,))[1], 1, 1)(coefs)
+        return jax.vmap(lambda v: push((v,))[1], 1, 1)(coupling)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
         return self.server_state(*self._first_params(self.server, key, self.zeros_at_server(data)))
@@ -150,12 +150,12 @@ class VFLAlgorithm(VerticalAlgorithm):
         theta, dim = init_theta(party.model, key_theta, data), party.model.dim
         if not self.from_start:
             eta = party.guide_at(data).init_global(key_guide)
-            share = self.random_coupling(key_coupling, dim)
-            return key_state, PartyParams(share, eta, theta), identity((dim,))
+            coupling = self.random_coupling(key_coupling, dim)
+            return key_state, PartyParams(coupling, eta, theta), identity((dim,))
         # No other start was found.
         key_guide, key_state = jax.random.split(key_guide)
-        zeros, share = jnp.zeros(dim), jnp.zeros((dim, self.rank)) if self.rank else None
-        return key_state, *party.standard_normal(key_guide, theta, zeros, jnp.eye(dim), share)
+        zeros, coupling = jnp.zeros(dim), jnp.zeros((dim, self.rank)) if self.rank else None
+        return key_state, *party.standard_normal(key_guide, theta, zeros, jnp.eye(dim), coupling)
 
     def server_state(self, key: Array, own: PartyParams, frame: Gaussian) -> ServerState:
         """Return the server's state at the start of a run."""
@@ -227,10 +227,10 @@ class VFLAlgorithm(VerticalAlgorithm):
         """Draw a client's latents and its part of the sum, and send the part."""
         state = state._replace(noise=noise, rows=down.rows, xi=down.xi)
         drawn = self.client_draw(state.params, down.xi, state, data)
-        coefs = self.coupling_of(self.type_of(data), state.params.own)
+        coupling = self.coupling_of(self.type_of(data), state.params.own)
         stat, stats = drawn.coupling_stat, None
-        if coefs is not None and stat is not None:
-            stats = CouplingStats(stat, coefs.T @ coefs)
+        if coupling is not None and stat is not None:
+            stats = CouplingStats(stat, coupling.T @ coupling)
         up = Up(drawn.part, drawn.term, stats)
         return Reply(up, all_finite(up)), state
 
@@ -248,15 +248,15 @@ class VFLAlgorithm(VerticalAlgorithm):
         def server_term(params: PartyParams, xi: Array | None, sums: Sums) -> Array:
             """Return the server's term of the bound, given the sum of the clients' parts."""
             guide, eta = self.server.guide, params.guide
-            coefs = self.coupling_of(self.server, params)
+            coupling = self.coupling_of(self.server, params)
 
             def one_particle(eps: Array, xi: Array | None, sums: Sums) -> Array:
-                z, log_q, stat = draw_in(state.frame, guide, eta, coefs, eps, xi)
+                z, log_q, stat = draw_in(state.frame, guide, eta, coupling, eps, xi)
                 prior, likelihood = self.model.log_server(params.theta, z, sums.part, data)
                 value = prior - log_q + self.row_weight * likelihood
-                if coefs is None or stat is None or sums.b is None or up.coupling is None:
+                if coupling is None or stat is None or sums.b is None or up.coupling is None:
                     return value
-                A = jax.lax.stop_gradient(coefs.T @ coefs) + up.coupling.A
+                A = jax.lax.stop_gradient(coupling.T @ coupling) + up.coupling.A
                 return value - log_ratio(noise_guide, sums.b + stat, A)
 
             return jax.vmap(one_particle)(noise.eps, xi, sums).mean()
@@ -324,7 +324,7 @@ class VFLAlgorithm(VerticalAlgorithm):
         """Return a client's draws, from the noise in its state and the shared noise ``xi``."""
         party, batch = self.type_of(data), self.take_rows(data, state.rows)
         psi, known, num_rows = params.auxiliary, state.centre, self.shape[1]
-        eta, coefs = params.own.guide, self.coupling_of(party, params.own)
+        eta, coupling = params.own.guide, self.coupling_of(party, params.own)
         if self.auxiliary is not None and self.auxiliary.hidden:
             # The response's columns (rows, k) are those that clients have; k may be 0.
             at_server = server_arrays(batch)
@@ -337,7 +337,7 @@ class VFLAlgorithm(VerticalAlgorithm):
             known = known[state.rows] if known.ndim else known
 
         def one_particle(eps: Array, tau: Array | None, xi: Array | None) -> ClientDraw:
-            z, log_q, stat = draw_in(state.frame, party.guide, eta, coefs, eps, xi)
+            z, log_q, stat = draw_in(state.frame, party.guide, eta, coupling, eps, xi)
             g, log_p = self.model.predict(party.model, params.own.theta, z, batch)
             if self.auxiliary is None or tau is None:
                 return ClientDraw(g, g, log_p - log_q, stat)
@@ -402,8 +402,8 @@ def _latents(
     party: PartyType, fitted: Shared | PartyState, noise: Array, xi: Array | None
 ) -> Array:
     """Return draws (n, dim) of a party's latents."""
-    eta, coefs = fitted.guide["latents"], fitted.guide.get("coupling")
-    draw = partial(draw_in, fitted.frame, party.guide, eta, coefs)
+    eta, coupling = fitted.guide["latents"], fitted.guide.get("coupling")
+    draw = partial(draw_in, fitted.frame, party.guide, eta, coupling)
     return jax.vmap(draw)(noise, xi)[0]
 
 

@@ -39,7 +39,7 @@ from numpyro_fed.rounds.names import IMPORTANCE
 from numpyro_fed.rounds.stacks import StackedExchange, stacked_visit
 from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.expand import shape
-from numpyro_fed.text.sites import Site
+from numpyro_fed.text.site_table import Site
 from numpyro_fed.vertical.algorithm import VFLAlgorithm
 from numpyro_fed.vertical.guides import CouplingStats, coupling_stat, draw, log_ratio
 from numpyro_fed.vertical.parties import ClientState, PartyState, ServerState

@@ -32,7 +32,7 @@ from numpyro_fed.rounds.stacks import StackedExchange, stacked_visit
 from numpyro_fed.rounds.states import Private, Sampled, Shared
 from numpyro_fed.search.expand import shape
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Theta
+from numpyro_fed.text.site_table import Theta
 from numpyro_fed.text.vertical import VerticalModel, latents_of, prior_draw
 from numpyro_fed.vertical.guides import CouplingStats
 
@@ -70,14 +70,15 @@ class PartyType:
         return self.guide_at(None).globals
 
     def standard_normal(
-        self, key: Array, theta: Theta, loc: Array, root: Array, share: Array | None
+        self, key: Array, theta: Theta, loc: Array, root: Array, coupling: Array | None
     ) -> tuple[PartyParams, Gaussian]:
         """Return first parameters for which the guide is a standard normal in a frame, and that.
 
-        ``root`` (dim, dim) is of the covariance, and ``share`` (dim, rank) is in the shared noise.
+        ``root`` (dim, dim) is of the covariance, and ``coupling`` (dim, rank) are the coefficients
+        of the shared noise.
         """
         eta = self.guide.init(key, jnp.zeros(self.model.dim), 1.0)
-        return PartyParams(share, eta, theta), self.guide.frame(loc, root)
+        return PartyParams(coupling, eta, theta), self.guide.frame(loc, root)
 
     def pin(self, key: Array, data: SiloData) -> PinnedLatents:
         """Return the fixed values of hyperparameters; zeros if the prior has no draws."""

@@ -23,7 +23,7 @@ from numpyro_fed.posterior.saving import SavedWords, save
 from numpyro_fed.rounds.keys import exchange_key, server_key
 from numpyro_fed.rounds.names import SAMPLE
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Site, Theta
+from numpyro_fed.text.site_table import Site, Theta
 from numpyro_fed.text.vertical import latents_of
 from numpyro_fed.vertical.parties import PartyState, VerticalAlgorithm
 

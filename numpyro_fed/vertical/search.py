@@ -440,12 +440,12 @@ class VerticalSearch:
         key: Array,
     ) -> tuple[Array, PartyParams, Gaussian]:
         """Return a key for the rest of a party's first state, its parameters, and their frame."""
-        v, z, share = self.vertical, jnp.asarray(state.z), None
+        v, z, coupling = self.vertical, jnp.asarray(state.z), None
         if v.rank:
-            share = v.random_coupling(key, len(z)) if combine is None else state.basis @ combine
+            coupling = v.random_coupling(key, len(z)) if combine is None else state.basis @ combine
             root = jnp.sqrt(tau) * root
         key_guide, key_state = jax.random.split(key)
-        return key_state, *party.standard_normal(key_guide, state.theta, z, root, share)
+        return key_state, *party.standard_normal(key_guide, state.theta, z, root, coupling)
 
     def _log_p(self, state: ClientSearch, data: SiloData, z: Array, total: Array) -> Array:
         """Return the server's log density at its latents and a sum."""

@@ -24,7 +24,7 @@ from jax import Array
 from scipy.special import ndtri
 
 from numpyro_fed.basics.trees import elements
-from numpyro_fed.text.sites import Site
+from numpyro_fed.text.site_table import Site
 from numpyro_fed.weigh.weights import fit_pareto
 
 

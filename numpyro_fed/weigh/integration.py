@@ -32,7 +32,7 @@ from numpyro_fed.guides.silo_bounds import AtDraw, Bound, QuadratureBound, SiloB
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.search.start_point import outer_precision, where_finite
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Rows, Theta
+from numpyro_fed.text.site_table import Rows, Theta
 
 # Share of the draws from the latents' prior. It bounds weights by 1 / SHARE times a likelihood. A
 # smaller one bounds them less; a larger one takes draws from the mode, where most of the mass is.

@@ -46,7 +46,7 @@ from numpyro_fed.rounds.stacks import StackedExchange, of_stack
 from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.expand import ROUNDING_UNITS, shape
 from numpyro_fed.text.log_density import FederatedModel, outcomes_at
-from numpyro_fed.text.sites import Rows
+from numpyro_fed.text.site_table import Rows
 from numpyro_fed.weigh.integration import LikelihoodEstimate
 
 MAX_LOST = 0.01  # share of draws near the fit at which a quadrature may fail; as much mass is lost

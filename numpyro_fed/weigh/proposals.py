@@ -39,7 +39,7 @@ from numpyro_fed.basics.trees import Numbers, namespace
 from numpyro_fed.numerics.gaussian import root_of
 from numpyro_fed.search.mode import OneCopy
 from numpyro_fed.text.log_density import FederatedModel, Funnel
-from numpyro_fed.text.sites import Theta
+from numpyro_fed.text.site_table import Theta
 from numpyro_fed.weigh.mixture import OWN_FREEDOM, LocationScale, Mixture, log_sum_exp
 
 # Share of the draws from wider distributions. A perfect guide loses at most a factor of two in

@@ -49,7 +49,7 @@ from numpyro_fed.rounds.names import TEMPERED
 from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
 from numpyro_fed.search.expand import shape
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.sites import Theta
+from numpyro_fed.text.site_table import Theta
 from numpyro_fed.weigh.log_likelihoods import at_draws, shape_of_draws, with_globals
 from numpyro_fed.weigh.mixture import Mixture, root_of_draws
 

@@ -1,4 +1,4 @@
-"""The ladder of ``nf.fit``: its steps in order, and what may improve a correction on the way.
+"""The steps of ``nf.fit`` in their order, and what may improve a correction on the way.
 
 They are (:func:`run_steps`):
 

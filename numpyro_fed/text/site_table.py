@@ -22,7 +22,7 @@ from numpyro.distributions import Distribution, biject_to, constraints
 from numpyro_fed.basics.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.text.handlers import without_kink
-from numpyro_fed.text.primitives import is_flat, is_foreign, silo_frames, silo_plate_of, unwrapped
+from numpyro_fed.text.silo_plate import is_flat, is_foreign, silo_frames, silo_plate_of, unwrapped
 
 Theta = dict[str, Any]  # parameters by name, unconstrained
 Rows = dict[str, Array]  # numbers of the rows of each silo plate, (rows, ...)
