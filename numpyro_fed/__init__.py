@@ -65,7 +65,7 @@ from numpyro_fed.sigma.prior import SigmaPrior
 from numpyro_fed.testing.decomposition import check_decomposition
 from numpyro_fed.text import handlers
 from numpyro_fed.text.clients import client_sum
-from numpyro_fed.text.facts import Facts, Plan, describe
+from numpyro_fed.text.plan import Facts, Plan, describe
 from numpyro_fed.text.silo_plate import silo_plate
 from numpyro_fed.vertical.result import VerticalResult
 from numpyro_fed.vertical.soul import SOUL

@@ -425,7 +425,7 @@ def test_new_data_have_fractions_where_the_fit_had_whole_numbers():
             numpyro.sample("y", dist.Normal(a * days, 1), obs=y)
 
     days = np.array([1, 4, 2])
-    fitted = nf.PVI(text).run(KEY, 1, [dict(days=days, y=2.0 * days)] * 2, **QUIET)
+    fitted = nf.SFVI(text).run(KEY, 0, [dict(days=days, y=2.0 * days)] * 2, **QUIET)
     mean = {d: fitted.predict(KEY, dict(days=np.array([d])), n=5)["mean"] for d in (1, 2.5)}
     np.testing.assert_allclose(mean[2.5], 2.5 * mean[1], rtol=1e-6)
 
@@ -446,7 +446,7 @@ def test_fractions_of_what_the_text_takes_for_an_index_are_refused(effect):
         with nf.silo_plate("row", g.shape[0]):
             numpyro.sample("y", dist.Normal(effect(e, g), 1), obs=y)
 
-    fitted = nf.PVI(text).run(KEY, 1, [dict(g=np.array([0, 1, 2]), y=np.ones(3))] * 2, **QUIET)
+    fitted = nf.SFVI(text).run(KEY, 0, [dict(g=np.array([0, 1, 2]), y=np.ones(3))] * 2, **QUIET)
     with pytest.raises(DataError, match=r"fractions in \['g'\].*An index must be a whole number"):
         fitted.predict(KEY, dict(g=np.array([1.5])), n=5)
 
@@ -458,6 +458,6 @@ def test_a_single_value_beside_rows_is_refused_as_what_it_is():
             numpyro.sample("y", dist.Normal(a * x * days, 1), obs=y)
 
     silo = dict(x=np.ones(3), days=np.array([1, 4, 2]), y=np.ones(3))
-    fitted = nf.PVI(text).run(KEY, 1, [silo] * 2, **QUIET)
+    fitted = nf.SFVI(text).run(KEY, 0, [silo] * 2, **QUIET)
     with pytest.raises(DataError, match=r"'days' is a single value \(3\)"):
         fitted.predict(KEY, dict(x=np.ones(2), days=3))

@@ -21,8 +21,8 @@ from numpyro_fed.guides.structured import build_guide, resolve_guide
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.rounds.step import replayed_part
 from numpyro_fed.sfvi.algorithm import SFVIAlgorithm
-from numpyro_fed.text.facts import agree, facts_of
 from numpyro_fed.text.layout import layout_and_buckets, minibatches_of_plates
+from numpyro_fed.text.plan import agree, facts_of
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 WIDTH, NOISE = 0.8, 0.5

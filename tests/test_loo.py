@@ -57,7 +57,7 @@ def fitted(silos):
 
 def weighed(model, silos):
     """Draws of a conjugate model's posterior, weighed."""
-    return nf.importance_correct(KEY, nf.PVI(model).run(KEY, 1, silos, **QUIET))
+    return nf.importance_correct(KEY, nf.SFVI(model).run(KEY, 0, silos, **QUIET))
 
 
 @pytest.fixture(scope="module")

@@ -25,13 +25,20 @@ from numpyro import handlers
 from numpyro.distributions import MaskedDistribution
 
 from numpyro_fed.basics.errors import DataError, ModelError
-from numpyro_fed.basics.programs import TRACING, jit_once
+from numpyro_fed.basics.programs import (
+    TRACING,
+    filled,
+    first_draws,
+    jit_once,
+    map_in_batches,
+    shared_number,
+)
 from numpyro_fed.data.silo_data import SiloData, Sizes, read_one
 from numpyro_fed.data.tables import as_dict, check_columns, column_names, model_arguments
-from numpyro_fed.text.facts import Argument, Facts
 from numpyro_fed.text.indices import new_data_check
 from numpyro_fed.text.jaxprs import provenance
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.plan import Argument, Facts
 from numpyro_fed.text.silo_plate import feasible, unwrapped
 from numpyro_fed.text.site_table import Site
 from numpyro_fed.text.substitution import block_name, substituted_in
@@ -39,6 +46,8 @@ from numpyro_fed.text.substitution import block_name, substituted_in
 # Draws that are computed side by side, as for locals of a posterior. Numbers of so many draws stand
 # in memory at once, beside those that are returned.
 SIDE_BY_SIDE = 64
+# Draws x rows up to which one program, compiled quickly, predicts for many numbers of draws.
+FEW_PREDICTED = 1e6
 
 OUTCOMES = "observed", "deterministic"
 NO_MEAN = (
@@ -113,14 +122,22 @@ def check_means(fm: FederatedModel, found: Draws | Sequence[Draws]) -> None:
 def compiled(at: At) -> Programs:
     """Return the programs of a function of a key, parameters with latents, and data."""
 
-    @jax.jit
-    def many(key: Array, theta: Draws, latents: Draws, data: SiloData) -> dict[str, Array]:
+    def at_draws(key: Array, theta: Draws, latents: Draws, data: SiloData) -> dict[str, Array]:
         def one(draw: tuple[Array, Draws]) -> dict[str, Array]:
             i, values = draw
             return at(jax.random.fold_in(key, i), {**theta, **values}, data)
 
         n = len(jax.tree.leaves(latents)[0]) if latents else 1
-        return jax.lax.map(one, (jnp.arange(n), dict(latents)), batch_size=SIDE_BY_SIDE)
+        return map_in_batches(one, (jnp.arange(n), dict(latents)), SIDE_BY_SIDE)
+
+    quickly, well = jit_once(at_draws), jax.jit(at_draws)
+
+    def many(key: Array, theta: Draws, latents: Draws, data: SiloData) -> dict[str, Array]:
+        n = len(jax.tree.leaves(latents)[0]) if latents else 1
+        rows = max([1, *(len(a) for a in data.arrays.values() if np.ndim(a))])
+        if shared_number(n) * rows > FEW_PREDICTED:
+            return well(key, theta, latents, data)
+        return first_draws(quickly(key, theta, filled(dict(latents)), data), n)
 
     @jit_once
     def first(key: Array, theta: Draws, latents: Draws, data: SiloData) -> dict[str, Array]:

@@ -22,6 +22,7 @@ from jax import Array
 from numpyro.distributions import biject_to
 
 from numpyro_fed.basics.errors import optional
+from numpyro_fed.basics.programs import map_in_batches
 from numpyro_fed.search.expand import effects_of
 from numpyro_fed.text.log_density import FederatedModel
 
@@ -97,7 +98,7 @@ def log_prior_on_supports(fm: FederatedModel, theta: Mapping[str, Array], z_G: A
             total += terms[s.name] - jnp.sum(log_det)
         return total
 
-    return np.asarray(jax.lax.map(log_prior, z_G, batch_size=256), np.float64)
+    return np.asarray(map_in_batches(log_prior, z_G, 256), np.float64)
 
 
 def slopes(values: np.ndarray, log_part: np.ndarray) -> np.ndarray:

@@ -243,6 +243,37 @@ def compiled_method(
     return decorate
 
 
+def map_in_batches(f: Callable[[Any], Result], xs: Any, size: int) -> Result:
+    """Return ``f`` at each entry of ``xs``, at most ``size`` of them side by side."""
+    # jax.lax.map compiles ``f`` twice where ``size`` does not divide the number of entries. Here
+    # all batches have one length, and entries of the first one fill up the last.
+    n = len(jax.tree.leaves(xs)[0])
+    batches = max(-(-n // size), 1)
+    each = -(-n // batches)
+    if missing := batches * each - n:
+        xs = jax.tree.map(lambda a: jnp.concatenate([a, a[:missing]]), xs)
+    values = jax.lax.map(f, xs, batch_size=each)
+    return jax.tree.map(lambda a: a[:n], values) if missing else values
+
+
+def shared_number(n: int) -> int:
+    """Return the number of draws up to which ``n`` are filled, so that few programs serve all."""
+    return max(64, 1 << (n - 1).bit_length())
+
+
+def filled(draws: Tree) -> Tree:
+    """Return arrays (n, ...) of draws that are repeated up to :func:`shared_number`."""
+    # In NumPy, which compiles nothing.
+    return jax.tree.map(
+        lambda a: np.resize(np.asarray(a), (shared_number(len(a)), *a.shape[1:])), draws
+    )
+
+
+def first_draws(values: Tree, n: int) -> Tree:
+    """Return the first ``n`` draws of arrays that were computed of :func:`filled` ones."""
+    return jax.device_put(jax.tree.map(lambda a: np.asarray(a)[:n], values))
+
+
 def jit_double(f: Callable[..., Result]) -> Callable[..., Result]:
     """Return ``f`` compiled in double precision; programs are kept by shapes, traces are not."""
     programs: dict[tuple[object, ...], Callable[..., Result]] = {}

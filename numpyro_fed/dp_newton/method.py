@@ -32,9 +32,9 @@ from numpyro_fed.rounds.runtime import Log, RunOutcome, RunStatus, State
 from numpyro_fed.rounds.silos import Batches, ServerData, Silos
 from numpyro_fed.rounds.step import Conversation
 from numpyro_fed.search.influence import Factors
-from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.plan import Plan
 
 # Numbers of a row's latents that quadrature takes, and globals of which a matrix is sent.
 GLOBALS_UP_TO = 300
@@ -116,7 +116,7 @@ class PrivateResult(Result):
         return not self.doubt
 
     @property
-    def judgement(self) -> str:
+    def verdict_in_words(self) -> str:
         """Return in words whether to trust the posterior."""
         budget = self.privacy.budget
         spent = f"epsilon {budget.epsilon:.3g} at delta {budget.delta:g}"

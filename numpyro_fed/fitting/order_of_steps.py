@@ -81,19 +81,8 @@ def run_steps(steps: FitSteps) -> Posterior:
         best = improve_and_confirm(steps, steps.correct(run))
         best = steps.most_trusted(best, temper(steps, best))
 
-    pvi: Result | None = None
-    for _ in range(MAX_PVI_RUNS):
-        ended = pvi is not None and pvi.ended != "rounds"
-        if run is None or ended or not steps.may_go_on(best):
-            break
-        # Where silos refuse all further rounds, what there is before them stays.
-        caught = GuideError, NonFiniteError, ModelError
-        pvi = steps.run_rounds(PVI, MAX_PVI_ROUNDS, *caught, before=pvi)
-        if pvi is None:
-            break
-        run = pvi
-        best = steps.most_trusted(best, improve_and_confirm(steps, steps.correct(pvi)))
-
+    if run is not None:
+        run, best = rounds_of_pvi(steps, run, best)
     if run is None:
         run = steps.run_rounds(SFVI, MAX_SFVI_ROUNDS)  # it suits every model
         best = improve_and_confirm(steps, steps.correct(run))
@@ -104,15 +93,36 @@ def run_steps(steps: FitSteps) -> Posterior:
         run = sfvi if corrected is not None and best is corrected else run
 
     best, mode = confirm_by_new_draws(steps, best), steps.mode
-    missed, contradiction = tuple[LocalMode, ...](), ""
-    if best is not None and mode is not None:
-        missed = mode.missed(best.z_G, best.weights)
-    # Which silo contradicts the others at the mode, if that was seen there.
-    if mode is not None and mode.factors is not None:
-        rows = [max(size.values()) for size in steps.results[0].sizes]
-        accused = table_of(mode.factors, any(p.dim for p in steps.fm.plates), rows).words
-        contradiction = accused and f"{accused} disagreement() says more."
-    return assemble_posterior(steps, run, best, missed, contradiction)
+    missed = mode.missed(best.z_G, best.weights) if best is not None and mode is not None else ()
+    return assemble_posterior(steps, run, best, missed, contradiction_at_mode(steps))
+
+
+def rounds_of_pvi(
+    steps: FitSteps, run: Result, best: Corrected | None
+) -> tuple[Result, Corrected | None]:
+    """Return the last run and the best correction, after rounds of PVI as long as they may help."""
+    pvi: Result | None = None
+    for _ in range(MAX_PVI_RUNS):
+        if (pvi is not None and pvi.ended != "rounds") or not steps.may_go_on(best):
+            break
+        # Where silos refuse all further rounds, what there is before them stays.
+        caught = GuideError, NonFiniteError, ModelError
+        pvi = steps.run_rounds(PVI, MAX_PVI_ROUNDS, *caught, before=pvi)
+        if pvi is None:
+            break
+        run = pvi
+        best = steps.most_trusted(best, improve_and_confirm(steps, steps.correct(pvi)))
+    return run, best
+
+
+def contradiction_at_mode(steps: FitSteps) -> str:
+    """Return in words which silo contradicts the others at the mode, if that was seen there."""
+    mode = steps.mode
+    if mode is None or mode.factors is None:
+        return ""
+    rows = [max(size.values()) for size in steps.results[0].sizes]
+    accused = table_of(mode.factors, any(p.dim for p in steps.fm.plates), rows).words
+    return accused and f"{accused} disagreement() says more."
 
 
 def assemble_posterior(

@@ -38,10 +38,10 @@ from numpyro_fed.rounds.progress import StageBar
 from numpyro_fed.rounds.runtime import State
 from numpyro_fed.search.mode import Mode
 from numpyro_fed.sfvi.method import SFVI
-from numpyro_fed.text.facts import Facts, agree, size_class
 from numpyro_fed.text.fingerprint import fingerprint as fingerprint_of
 from numpyro_fed.text.layout import layout_of
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.plan import Facts, agree, size_class
 from numpyro_fed.text.split import split
 from numpyro_fed.weigh.mixture import MIXTURE_FULL_UP_TO, Mixture, around_modes
 
@@ -165,14 +165,18 @@ class FitSteps:
         places: np.ndarray | None,
     ):
         self.key, self.problem, self.fm, self.places = key, problem, problem.fm, places
-        self.accuracy, self.bar, self.left, self.spent = accuracy, bar, max_exchanges, 0
-        self.stages, self.current = list[Stage](), ""
+        self.accuracy, self.bar = accuracy, bar
+        self.left, self.spent = max_exchanges, 0  # exchanges
+        self.sent_by_particles = 0  # of those that are spent
+        self.stages = list[Stage]()  # that have ended
+        self.current = ""  # the name of the stage that has not
         self._warned, self._known_warnings = list[str](), set[str]()
         least, most = INNER_RANGE
         self.num_inner = int(min(max(problem.num_rows / ROWS_PER_DRAW, least), most))
         self.inner_draws: InnerDraws = default_quadrature(self.fm) or self.num_inner
-        self.has_more_inner = self.coupled = False
-        self.num_keys = self.sent_by_particles = 0
+        self.has_more_inner = False  # whether more draws of rows' latents have been tried
+        self.coupled = False  # whether rows read latents of other rows
+        self.num_keys = 0  # that steps have taken
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

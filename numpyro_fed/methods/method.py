@@ -46,8 +46,8 @@ from numpyro_fed.rounds.remote import Channel, Weights, remote_runtime
 from numpyro_fed.rounds.runtime import RunOutcome, Runtime, run_rounds
 from numpyro_fed.rounds.schedules import Schedule
 from numpyro_fed.rounds.silos import Silos
-from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.fingerprint import source_hash
+from numpyro_fed.text.plan import Plan
 
 RUNTIMES: dict[str, Callable[..., Runtime]] = {
     "simulation": compiled_runtime,

@@ -38,9 +38,9 @@ from numpyro_fed.rounds.runtime import State
 from numpyro_fed.search.expand import flat_size
 from numpyro_fed.search.influence import Influence
 from numpyro_fed.search.run_search import coupling_reason
-from numpyro_fed.text.facts import Facts, Plan, agree, check_plan, facts_of, with_terms
 from numpyro_fed.text.layout import WHOLE, Layout, layout_of, minibatches_of_plates
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.plan import Facts, Plan, agree, check_plan, facts_of, with_terms
 from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
 from numpyro_fed.text.split import split
 from numpyro_fed.weigh.log_likelihoods import rows_that_count

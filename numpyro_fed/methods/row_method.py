@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Generic
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +43,21 @@ from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.progress import Progress
 from numpyro_fed.rounds.runtime import Runtime, State
 from numpyro_fed.rounds.silos import Silos, on_device
-from numpyro_fed.text.facts import Facts, Plan, agree, facts_of
 from numpyro_fed.text.layout import Layout, layout_of
+from numpyro_fed.text.plan import Facts, Plan, agree, facts_of
 from numpyro_fed.text.row_checks import RowChecks, check_rows_apart
+
+
+class ForShapes(NamedTuple, Generic[Prepared]):
+    """What a method knows of silos of certain shapes.
+
+    ``plan`` is without checks of values and without settings, and ``prepared`` are the method's own
+    parts that depend on shapes alone.
+    """
+
+    layout: Layout
+    plan: Plan
+    prepared: Prepared
 
 
 @dataclass(frozen=True)
@@ -57,9 +69,7 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
     layout of silos.
     """
 
-    # By shapes of silos: their layout, the plan without checks of values and without settings,
-    # and the parts that depend on shapes alone.
-    _layouts: dict[Hashable, tuple[Layout, Plan, Prepared]] = field(
+    _layouts: dict[Hashable, ForShapes[Prepared]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _fits: dict[Hashable, CompiledMethod] = field(
@@ -214,7 +224,7 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
         read = read_all(silos, self.model)
         shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
         known = self._layouts.get(shapes)
-        layout = layout_of(self._text(), read) if known is None else known[0]
+        layout = layout_of(self._text(), read) if known is None else known.layout
         # Refuses data that do not fit, before anything that takes long is compiled.
         buckets = layout.checked_buckets(read)
         if known is None:
@@ -222,7 +232,8 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
             facts = [facts_of(layout.model, *pair) for pair in pairs]
             agreed = agree(facts)
             self._check_facts(facts)
-            known = self._layouts[shapes] = layout, agreed, self.prepare(layout.model)
+            known = ForShapes(layout, agreed, self.prepare(layout.model))
+            self._layouts[shapes] = known
         _, plan, prepared = known
         # New values with another answer make another plan, and so another fit for the same shapes.
         checks = self.value_checks(layout, prepared, [b.data for b in buckets])

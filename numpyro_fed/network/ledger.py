@@ -44,13 +44,13 @@ class Ledger:
     kept: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        none: dict[str, Any] = {"places": 0, "draws": 0, "noise": {}, "stage": ""}
-        self.kept = none | json.loads(self.store.get(LEDGER) or b"{}")
-        if set(self.kept) != set(none):
+        nothing: dict[str, Any] = {"places": 0, "draws": 0, "noise": {}, "stage": ""}
+        self.kept = nothing | json.loads(self.store.get(LEDGER) or b"{}")
+        if set(self.kept) != set(nothing):
             raise DataError(
-                f"the silo's ledger has {sorted(self.kept)}, where {sorted(none)} were expected: "
-                "another version has written it. Keep that file, and begin with an empty folder "
-                "of states and a policy that allows what is left."
+                f"the silo's ledger has {sorted(self.kept)}, where {sorted(nothing)} were "
+                "expected: another version has written it. Keep that file, and begin with an empty "
+                "folder of states and a policy that allows what is left."
             )
 
     @property
@@ -131,7 +131,7 @@ class Ledger:
             log_privately(self.policy.audit, {**entry, "left": self.left})
         except OSError as error:
             raise DataError(
-                "the silo's audit log cannot be written, so that it says no."
+                "the silo's audit log cannot be written, so that the silo refuses."
             ) from error
 
 

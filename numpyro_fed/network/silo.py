@@ -54,8 +54,8 @@ from numpyro_fed.rounds.messages import (
 )
 from numpyro_fed.rounds.names import LOO, OUTER_LATENTS
 from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, SUM, Terms, check_summed
-from numpyro_fed.text.facts import describe
 from numpyro_fed.text.fingerprint import source_hash
+from numpyro_fed.text.plan import describe
 from numpyro_fed.vertical.method import VerticalMethod
 from numpyro_fed.vertical.soul import SOUL
 from numpyro_fed.vertical.vfl import VFL

@@ -53,7 +53,7 @@ from numpyro_fed.rounds.messages import (
     write,
 )
 from numpyro_fed.rounds.states import Sampled
-from numpyro_fed.text.facts import Plan
+from numpyro_fed.text.plan import Plan
 from numpyro_fed.vertical.method import VerticalMethod
 
 AnyMethod = RowMethod[Any, Any] | VerticalMethod[Any]

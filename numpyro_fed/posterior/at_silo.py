@@ -38,7 +38,7 @@ from numpyro_fed.rounds.exchange import Ask, Combine, Exchange, Info, Reply, Rou
 from numpyro_fed.rounds.messages import unpack
 from numpyro_fed.rounds.names import OUTER_LATENTS
 from numpyro_fed.rounds.runtime import failed_silos
-from numpyro_fed.text.facts import Facts
+from numpyro_fed.text.plan import Facts
 from numpyro_fed.weigh.log_likelihoods import shape_of_draws
 
 

@@ -33,9 +33,9 @@ from numpyro_fed.rounds.schedules import Schedule
 from numpyro_fed.rounds.silos import ServerData, Silos
 from numpyro_fed.search.mode import CurvatureCheck, Mode
 from numpyro_fed.search.mode_search import ModeSearch
-from numpyro_fed.text.facts import Facts, Plan
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.plan import Facts, Plan
 from numpyro_fed.text.row_checks import RowChecks
 from numpyro_fed.vertical.parties import VerticalAlgorithm
 from numpyro_fed.vertical.search import VerticalSearch

@@ -144,7 +144,7 @@ class Corrected(Posterior, WeightedDraws[Result]):
     @property
     def known_doubt(self) -> str:
         """Return why the correction is not to be trusted."""
-        return "" if self.trusted else self.judgement
+        return "" if self.trusted else self.verdict_in_words
 
     def __str__(self) -> str:
         return self.verdict if self.stages else self.report()

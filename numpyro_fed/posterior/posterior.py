@@ -101,7 +101,7 @@ class Posterior(Questions):
         That holds for quantiles, and for means and sds that exist; :attr:`verdict` names those that
         do not.
         """
-        return self.judged.trusted
+        return self.full_verdict.trusted
 
     @property
     def corrected(self) -> Any:
@@ -123,20 +123,20 @@ class Posterior(Questions):
     @property
     def verdict(self) -> str:
         """Return in words whether to trust the posterior, what error is left, and what was done."""
-        return " ".join(filter(None, (self.judgement, self.contradiction, self._account())))
+        return " ".join(filter(None, (self.verdict_in_words, self.contradiction, self._account())))
 
     @property
     def known_doubt(self) -> str:
         """Return why no answer is to be trusted; empty if nothing is known without an exchange."""
-        return self.judgement if self.stages and not self.trusted else ""
+        return self.verdict_in_words if self.stages and not self.trusted else ""
 
     @property
-    def judgement(self) -> str:
+    def verdict_in_words(self) -> str:
         """Return in words whether to trust the posterior."""
-        return str(self.judged)
+        return str(self.full_verdict)
 
     @property
-    def judged(self) -> Verdict:
+    def full_verdict(self) -> Verdict:
         """Return the verdict on the weighted draws, and on what the search has found or left."""
         correction = self.correction
         if isinstance(correction, str):

@@ -16,13 +16,13 @@ from jax import Array
 
 from numpyro_fed.after.own_rows import ALL, WhichSilo, chosen_silos
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
-from numpyro_fed.basics.programs import in_precision_of_object
-from numpyro_fed.data.silo_data import Sizes
+from numpyro_fed.basics.programs import filled, first_draws, in_precision_of_object
+from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.numerics.gaussian import Curvature
 from numpyro_fed.posterior.at_silo import told_by_silos
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.run import Communication, FederatedRun, communication
-from numpyro_fed.posterior.sampler import Sampler, real_rows
+from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedRun, SavedWords
 from numpyro_fed.rounds.exchange import Exchange, Up
 from numpyro_fed.rounds.names import INFLUENCE
@@ -32,9 +32,10 @@ from numpyro_fed.rounds.states import Private
 from numpyro_fed.search.influence import MOST_GLOBALS, Factors, Influence, SiloTable, table_of
 from numpyro_fed.search.mode import Mode
 from numpyro_fed.search.start_point import MIN_CURVATURE_OFF_MODE, min_curvature
-from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.indices import new_data_check
+from numpyro_fed.text.plan import Plan
 from numpyro_fed.text.row_checks import refuse_coupled_rows
+from numpyro_fed.text.site_table import Theta
 
 # Draws whose mean is the place at which silos are compared: within 2 % of an sd of the mean.
 MEAN_DRAWS = 4_000
@@ -238,9 +239,9 @@ class Result(Posterior, FederatedRun):
         return sound and not (self.missed or self.interrupted)
 
     @property
-    def judgement(self) -> str:
+    def verdict_in_words(self) -> str:
         """Return in words whether to trust the posterior."""
-        return super().judgement if self.stages else self.report()
+        return super().verdict_in_words if self.stages else self.report()
 
     def report(self, *, certificate: bool = True) -> str:
         """Return in words how the run ended and whether the fit can be trusted.
@@ -327,54 +328,38 @@ class Result(Posterior, FederatedRun):
     ) -> dict[str, Array]:
         """Return all sites at draws of the globals (n, dim), silos' locals drawn given them."""
         shared, fit = self.shared, self._fit
-        sites = sampler.constrain_globals(shared.theta, z_G)
+        sites = first_draws(sampler.constrain_globals(shared.theta, filled(z_G)), len(z_G))
         if silo is None:
             return sites
         if silo == ALL and self._silos.elsewhere:
             return sites | told_by_silos(self, key, z_G, sampler)
-        if isinstance(silo, int | np.integer) and not isinstance(silo, bool):
-            j = int(silo)
-            hosted, private = self._hosted(j), self.private(j)
-            padded = hosted.at(j, [batch.data for batch in hosted.batches])
-            theta = {**shared.theta, **private.theta}
-            coords = private.recentred(sampler.coordinates(shared, z_G))
+        coords = sampler.coordinates(shared, z_G)
+
+        def draw(j: int, *unpadded: tuple[Theta, SiloData]) -> dict[str, Array]:
+            hosted = self._hosted(j)
+            data = hosted.at(j, [bucket.data for bucket in hosted.buckets])
             # A key for each silo: its draws are independent
             # of those of other silos at the same globals.
-            key = jax.random.fold_in(key, j)
-            z_L = jax.block_until_ready(
-                sampler.draw_locals(key, theta, private.guide, z_G, coords, padded)
+            key_silo = jax.random.fold_in(key, j)
+            private = self.private(j)
+            return sampler.draw_of_silo(
+                key_silo, shared.theta, private, z_G, coords, data, *unpadded
             )
-            z_L = real_rows(z_L, hosted.sizes_of(j), len(z_G))
-            theta = {**shared.theta, **self.private_parameters(j)}
-            return sites | sampler.constrain_locals(theta, z_G, z_L, hosted.data[j])
+
+        if isinstance(silo, int | np.integer) and not isinstance(silo, bool):
+            j = int(silo)
+            own = {**shared.theta, **self.private_parameters(j)}
+            return sites | draw(j, (own, self._hosted(j).data[j]))
         silos = chosen_silos(silo, self.num_silos)
-        hosted = self._hosted(silos[0])
-        places = {j: hosted.place(j) for j in silos}
-        coords = sampler.coordinates(shared, z_G)
-        found: dict[int, dict[str, Array]] = {}
-        for b, batch in enumerate(hosted.batches):
-            members = [j for j in silos if places[j][0] == b]
-            if not members:
-                continue
-            index = jnp.asarray([places[j][1] for j in members])
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.asarray(members))
-            states, data = jax.tree.map(
-                partial(jnp.take, indices=index, axis=0), (self.state.silos[b], batch.data)
-            )
-            privates = jax.vmap(fit.algorithm.private)(states)
-            drawn = jax.block_until_ready(
-                sampler.draw_silos(keys, shared.theta, privates, z_G, coords, data)
-            )
-            for i, j in enumerate(members):
-                found[j] = {name: value[i] for name, value in drawn.items()}
+        for j in silos:
+            self._hosted(j)
+        parts = {j: draw(j) for j in silos}
         for s in fit.model.sites:
             if s.kind == "latent" and s.plate is not None:
                 axis = 1 + (s.axis or 0)
-                parts = [
-                    jax.lax.slice_in_dim(found[j][s.name], 0, size, axis=axis)
-                    for j, size in ((j, hosted.sizes_of(j)[s.plate]) for j in silos)
-                ]
-                sites[s.name] = jnp.concatenate(parts, axis)
+                rows = {j: range(self._silos.sizes_of(j)[s.plate]) for j in parts}
+                real = [np.asarray(parts[j][s.name]).take(rows[j], axis) for j in silos]
+                sites[s.name] = jax.device_put(np.concatenate(real, axis))
         return sites
 
     @in_precision_of_object

@@ -17,6 +17,7 @@ from jax import Array
 
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import DataError, NonFiniteError
+from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.posterior.built import Built, CompiledMethod
@@ -61,7 +62,9 @@ class FederatedRun:
 
         It holds shared parameters, unconstrained, and the guide of the globals.
         """
-        return self._fit.algorithm.shared(self.state.server)
+        # Some algorithms compute it; compiled as a whole that is one program.
+        shared = self._fit.cached("shared", lambda: jit_once(self._fit.algorithm.shared))
+        return shared(self.state.server)
 
     def _hosted(self, silo: int) -> Silos:
         """Return the silos' data; raise an error if silos are in other processes."""

@@ -8,9 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from numpyro_fed.basics.programs import compiled_method, jit_once
+from numpyro_fed.basics.programs import (
+    compiled_method,
+    filled,
+    first_draws,
+    jit_once,
+    map_in_batches,
+    shared_number,
+)
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.guides.global_guides import GuideParams
 from numpyro_fed.guides.guide import Guide
@@ -22,7 +30,10 @@ from numpyro_fed.text.site_table import Rows, Theta
 
 # Draws x rows up to which silos' latents are drawn by a program with few optimisations: running it
 # takes less time than more of them would.
-FEW_DRAWN = 1e6
+FEW_DRAWN = 2e5
+# Draws that are computed side by side, which bounds the memory that rows times draws of their
+# integrals take.
+DRAWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +71,6 @@ class Sampler:
         """Return global sites on their supports at draws (n, dim)."""
         return jax.vmap(self.model.constrain_global, (None, 0))(theta, z_G)
 
-    @compiled_method()
     def draw_locals(
         self,
         key: Array,
@@ -77,9 +87,38 @@ class Sampler:
             given = AtDraw(theta, eta, z, coords._replace(u=u), data)
             return self.bound.sample(jax.random.fold_in(key, i), given)
 
-        # Batches of 64 draws bound the memory, whatever
-        # n is: rows x draws x inner draws stand at once.
-        return jax.lax.map(draw_one, (jnp.arange(len(z_G)), z_G, coords.u), batch_size=64)
+        return map_in_batches(draw_one, (jnp.arange(len(z_G)), z_G, coords.u), DRAWS_AT_ONCE)
+
+    _draw_quickly = compiled_method(jit_once)(draw_locals)
+    _draw_well = compiled_method()(draw_locals)
+
+    def draw_of_silo(
+        self,
+        key: Array,
+        theta: Theta,
+        private: Private,
+        z_G: Array,
+        coords: Coordinates,
+        data: SiloData,
+        unpadded: tuple[Theta, SiloData] | None = None,
+    ) -> dict[str, Array]:
+        """Return local sites (n, ...) of a silo in this process, padded rows included.
+
+        With ``unpadded`` parameters and data they are those of its own rows alone.
+        """
+        n, rows = len(z_G), sum(self.model.sizes(data).values())
+        own, here = {**theta, **private.theta}, private.recentred(coords)
+        few = shared_number(n) * rows <= FEW_DRAWN
+        if few:
+            z_G, u = filled((z_G, here.u))
+            here = here._replace(u=u)
+        draw = self._draw_quickly if few else self._draw_well
+        z_L = jax.block_until_ready(draw(key, own, private.guide, z_G, here, data))
+        own, data = (own, data) if unpadded is None else unpadded
+        z_L = {plate: np.asarray(values) for plate, values in z_L.items()}
+        of_rows = real_rows(z_L, self.model.sizes(data), len(z_G))
+        sites = jax.block_until_ready(self.constrain_locals(own, z_G, of_rows, data))
+        return first_draws(sites, n)
 
     @compiled_method()
     def constrain_locals(
@@ -100,43 +139,8 @@ class Sampler:
         """Return local sites (n, ...) of a silo at draws of the globals."""
         own, sizes = {**theta, **private.theta}, self.model.sizes(data)
         here = private.recentred(coords)
-        z_L = self.draw_locals(key, own, private.guide, z_G, here, data)
+        z_L = self._draw_well(key, own, private.guide, z_G, here, data)
         return self.constrain_locals(own, z_G, real_rows(z_L, sizes, len(z_G)), data)
-
-    def draw_silos(
-        self,
-        keys: Array,
-        theta: Theta,
-        privates: Private,
-        z_G: Array,
-        coords: Coordinates,
-        data: SiloData,
-    ) -> dict[str, Array]:
-        """Return local sites (silos, n, ...) of silos whose parts and data are stacked.
-
-        Padded rows are included. One silo is drawn after the other, in one program.
-        """
-        rows = sum(self.model.sizes(jax.tree.map(lambda a: a[0], data)).values())
-        few = len(keys) * len(z_G) * rows <= FEW_DRAWN
-        draw = self._compiled_quickly if few else self._compiled_well
-        return draw(keys, theta, privates, z_G, coords, data)
-
-    def _each_silo(
-        self,
-        keys: Array,
-        theta: Theta,
-        privates: Private,
-        z_G: Array,
-        coords: Coordinates,
-        data: SiloData,
-    ) -> dict[str, Array]:
-        return jax.lax.map(
-            lambda one: self.draw_silo(one[0], theta, one[1], z_G, coords, one[2]),
-            (keys, privates, data),
-        )
-
-    _compiled_quickly = compiled_method(jit_once)(_each_silo)
-    _compiled_well = compiled_method()(_each_silo)
 
 
 def real_rows(z_L: Rows, size: Sizes, n: int) -> Rows:

@@ -54,10 +54,10 @@ from numpyro_fed.rounds.runtime import RunOutcome, State
 from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.search.mode_search import SEARCHED_UP_TO
-from numpyro_fed.text.facts import Plan
 from numpyro_fed.text.handlers import generalised
 from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.plan import Plan
 
 # The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.
 Conjugate = tuple[Globals, Callable[[Sequence[SiloData]], bool]]

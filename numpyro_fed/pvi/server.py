@@ -174,9 +174,9 @@ class PartitionedVI(PVIAtSilo):
             next_damping = jnp.minimum(used, self.damping)
         else:
             moved = jax.tree.map(lambda a, b: a + state.damping * b, state.total, up.change)
-            taken, next_damping = is_proper(moved), state.damping
-            damping = jnp.where(taken, state.damping, 0.0)
-            total = where(taken, moved, state.total)
+            accepted, next_damping = is_proper(moved), state.damping
+            damping = jnp.where(accepted, state.damping, 0.0)
+            total = where(accepted, moved, state.total)
         server_factor, server_converged = state.server_factor, state.progress.own
         if (outside := self.globals.prior_outside) is not None:
             # The server treats the prior's part outside of the family as a silo treats its

@@ -29,10 +29,10 @@ from numpyro_fed.reference.nuts_result import NutsResult, PooledRun, join_chains
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.rounds.states import Shared
 from numpyro_fed.search.mode import Mode
-from numpyro_fed.text.facts import facts_of
 from numpyro_fed.text.handlers import local_name
 from numpyro_fed.text.layout import layout_and_buckets
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.plan import facts_of
 from numpyro_fed.text.site_table import Rows
 from numpyro_fed.weigh.element_errors import Rounding
 

@@ -46,9 +46,9 @@ from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.rounds.states import Shared
-from numpyro_fed.text.facts import Facts
 from numpyro_fed.text.handlers import local_name
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.plan import Facts
 from numpyro_fed.text.row_checks import refuse_parameters_of_rows
 from numpyro_fed.weigh.log_likelihoods import plates_of_rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +13,8 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from numpyro_fed.basics.programs import on_all_devices
-from numpyro_fed.basics.trees import Tree
+from numpyro_fed.basics.programs import on_accelerator, on_all_devices
+from numpyro_fed.basics.trees import Numbers, Tree
 from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData, Sizes
 
@@ -84,6 +85,14 @@ def _placed(tree: object, sharding: NamedSharding) -> Any:
     )
 
 
+def _entry(i: int, stack: Numbers) -> Numbers:
+    """Return an entry of a stack, which NumPy takes without a program where it can."""
+    if isinstance(stack, np.ndarray) or on_accelerator() or not stack.is_fully_addressable:
+        return stack[i]
+    is_key = jnp.issubdtype(stack.dtype, jax.dtypes.extended)
+    return stack[i] if is_key else np.asarray(stack)[i]
+
+
 def num_silos(batches: Batches) -> int:
     """Return the number of silos in all buckets."""
     return sum(len(b.silos) for b in batches)
@@ -120,7 +129,7 @@ class Silos(NamedTuple):
     def at(self, silo: int, stacks: Sequence[Tree]) -> Tree:
         """Return a silo's part of trees that are stacked by bucket."""
         b, i = self.place(silo)
-        return jax.tree.map(lambda a: a[i], stacks[b])
+        return jax.tree.map(partial(_entry, i), stacks[b])
 
     def data_of(self, silo: int) -> SiloData:
         """Return a silo's data, as they were read."""

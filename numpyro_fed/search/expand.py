@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.basics.programs import jit_once, readable
+from numpyro_fed.basics.programs import jit_once, map_in_batches, readable
 from numpyro_fed.basics.trees import AnyArray, Numbers, all_finite, where
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.quadrature import silo_integral
@@ -265,7 +265,7 @@ def derivatives(
 
     # linearize: ``f``, and a silo's search for its modes in it, is evaluated once for all columns.
     g, column, (value, aux) = jax.linearize(gradient, x, has_aux=True)
-    H = jax.lax.map(column, jnp.eye(len(x)), batch_size=min(columns_at_once, max(len(x), 1)))
+    H = map_in_batches(column, jnp.eye(len(x)), columns_at_once)
     return Expansion(x, value, g, -0.5 * (H + H.T)), aux
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from numpyro_fed.basics.programs import map_in_batches
 from numpyro_fed.basics.trees import Numbers, namespace, where
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.rounds.exchange import AskSilos, Reply
@@ -207,10 +208,8 @@ def with_slope(
     def diagonal() -> Array:
         _, column = jax.linearize(jax.grad(lambda x: f(x)[0]), x)
 
-        return jax.lax.map(
-            lambda i: -column(jnp.zeros_like(x).at[i].set(1.0))[i],
-            jnp.arange(len(x)),
-            batch_size=min(BATCH, len(x)),
+        return map_in_batches(
+            lambda i: -column(jnp.zeros_like(x).at[i].set(1.0))[i], jnp.arange(len(x)), BATCH
         )
 
     return Expansion(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.basics.programs import jit_once
+from numpyro_fed.basics.programs import jit_once, map_in_batches
 from numpyro_fed.basics.trees import Numbers, element_name
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.gaussian import Curvature
@@ -347,8 +347,7 @@ class CurvatureCheck:
         def values(noise: object, down: CheckPoints, state: SearchState, data: SiloData) -> Array:
             z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
             of_silo = partial(silo_log_likelihood, fm, state.private, data, z_L)
-            side_by_side = min(columns_at_once(fm), len(down.places))
-            return jax.lax.map(lambda x: of_silo(x)[0], down.places, batch_size=side_by_side)
+            return map_in_batches(lambda x: of_silo(x)[0], down.places, columns_at_once(fm))
 
         return StackedExchange(
             AROUND_MODE,
@@ -362,10 +361,10 @@ class CurvatureCheck:
         """Return the server's program: ``(A_b, places)`` to log priors at the places."""
         effects = effects_of(self.model)
         return jit_once(
-            lambda of_effects, places: jax.lax.map(
+            lambda of_effects, places: map_in_batches(
                 lambda x: log_prior_of(self.model, effects, jnp.asarray(of_effects), x)[0],
                 jnp.asarray(places),
-                batch_size=min(SIDE_BY_SIDE, len(places)),
+                SIDE_BY_SIDE,
             )
         )
 

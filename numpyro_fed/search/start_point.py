@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed.basics.programs import map_in_batches
 from numpyro_fed.basics.trees import Numbers
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GlobalGuide, GuideParams
@@ -209,10 +210,10 @@ def _with_couplings(
 
     # Forward mode, sixteen directions at a time: the outputs (all rows) are more than the inputs,
     # and all directions at once would hold as many copies of a silo's derivatives in memory.
-    columns = jax.lax.map(
+    columns = map_in_batches(
         lambda e: {p: (change["loc"], change["log_scale"]) for p, change in along(e).items()},
         jnp.eye(len(point)),
-        batch_size=min(16, len(point)),
+        16,
     )
     for p, parts in columns.items():
         for name, part in zip(("mean_coupling", "scale_coupling"), parts, strict=True):

@@ -47,9 +47,9 @@ from numpyro_fed.search.mode_search import SEARCHED_UP_TO
 from numpyro_fed.sfvi.algorithm import SFVIAlgorithm
 from numpyro_fed.sfvi.averaging import Aggregation, Averaging
 from numpyro_fed.sfvi.base import GradientAlgorithm
-from numpyro_fed.text.facts import Facts, Plan, size_class
 from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.plan import Facts, Plan, size_class
 
 # Adam's step is STEP * (1 + round / SETTLES) ** -DECAY, in coordinates in which the posterior is
 # about standard: the first steps are three hundredths of a standard deviation. With a power between

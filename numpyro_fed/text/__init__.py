@@ -1,1 +1,1 @@
-"""What a model's text says: plates, sites, one trace, log densities, what rows read."""
+"""What a model's text, the user's function of NumPyro, says: sites, traces, log densities."""

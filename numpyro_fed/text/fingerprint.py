@@ -3,11 +3,11 @@
 A fingerprint is a hash of the traced programs of a model's log densities. It covers what the text
 reads from outside of itself (global variables, closures), which the source alone does not show.
 
-Parties in processes of their own compare their texts by *terms*, one for each site: its program at
-the shapes of their plan, and the numbers in it. All trace at the same shapes, so that nothing in a
-term depends on a silo's data. The programs of two versions of JAX differ. Then terms are the values
-of the program at made-up data, which tell less: a constant that matters for some data only may not
-show there.
+Parties in processes of their own compare their texts when they agree on a plan (:mod:`.plan`), by
+*terms*, one for each site: its program at the shapes of their plan, and the numbers in it. All
+trace at the same shapes, so that nothing in a term depends on a silo's data. The programs of two
+versions of JAX differ. Then terms are the values of the program at made-up data, which tell less: a
+constant that matters for some data only may not show there.
 """
 
 from __future__ import annotations

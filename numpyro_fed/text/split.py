@@ -1,9 +1,10 @@
 """A text split over silos, into log densities of globals and of silos; texts that cannot be.
 
 The text is traced once at each distinct set of shapes. Sites inside of a silo plate become local,
-all others global. Labels that were propagated through the traced program tell which global sites
-depend on data or local latents. And the programs of the global sites at different silos are
-compared, since the server evaluates them without any silo's data.
+all others global (:func:`.site_table.read_trace` gives each site its plate). Labels that were
+propagated through the traced program tell which global sites depend on data or local latents. And
+the programs of the global sites at different silos are compared, since the server evaluates them
+without any silo's data.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.basics.programs import compiled_method
+from numpyro_fed.basics.programs import compiled_method, map_in_batches
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GlobalGuide
 from numpyro_fed.posterior.weighted_draws import (
@@ -265,10 +265,8 @@ class WeighParties:
         private = v.private(state, data)
         eps = v.client_noise(noise, state, self.num_draws)
         z, log_q, b = self.draw(party.guide, private, eps, down)
-        g, log_p = jax.lax.map(
-            lambda z: v.model.predict(party.model, private.theta, z, data),
-            z,
-            batch_size=self.at_once,
+        g, log_p = map_in_batches(
+            lambda z: v.model.predict(party.model, private.theta, z, data), z, self.at_once
         )
         V = private.guide.get("coupling")
         stats = None if b is None or V is None else CouplingStats(b, V.T @ V)
@@ -297,10 +295,10 @@ class WeighParties:
         shares = jnp.asarray(np.bincount(of_draw, minlength=len(scales)) / self.num_draws)
         theta, params, _ = v.shared(state)
 
-        log_p = jax.lax.map(
+        log_p = map_in_batches(
             lambda at: sum(v.model.log_server(theta, at[0], at[1], data), jnp.zeros(())),
             (z, up.predictor),
-            batch_size=self.at_once,
+            self.at_once,
         )
         log_q = log_q + up.log_q
         if up.coupling is not None and b is not None:

@@ -52,8 +52,8 @@ from numpyro_fed.text.clients import (
     read_ids,
     rows_of,
 )
-from numpyro_fed.text.facts import VERSION, Facts, Plan, facts_of_columns, shared_text
 from numpyro_fed.text.fingerprint import SOFTWARE, check_terms, terms_of
+from numpyro_fed.text.plan import VERSION, Facts, Plan, facts_of_columns, shared_text
 from numpyro_fed.text.row_checks import RowChecks
 from numpyro_fed.text.values import SupportCheck, as_bucket
 from numpyro_fed.text.vertical import Text, VerticalSplit, is_array, split

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from numpyro_fed.basics.programs import map_in_batches
 from numpyro_fed.basics.trees import all_finite, ascend, where
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.global_guides import GlobalGuide, GuideParams
@@ -333,7 +334,7 @@ class VerticalAlgorithm(ABC):
             noise: Array, down: Array | None, state: ClientState, data: SiloData
         ) -> tuple[Reply[tuple[()]], Sampled]:
             model, theta, z = self.client_draws(noise, down, state, data, n)
-            values = jax.lax.map(lambda z: latents_of(model, theta, z, data), z, batch_size=AT_ONCE)
+            values = map_in_batches(lambda z: latents_of(model, theta, z, data), z, AT_ONCE)
             return Reply((), all_finite(values)), Sampled(values)
 
         exchange = StackedExchange(

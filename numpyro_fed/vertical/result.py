@@ -17,6 +17,7 @@ from jax import Array
 
 from numpyro_fed.after.arviz import Coords, Dims, Labels, to_arviz
 from numpyro_fed.basics.errors import ModelError, positive_int
+from numpyro_fed.basics.programs import map_in_batches
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.posterior.run import FederatedRun
 from numpyro_fed.posterior.saving import SavedWords, save
@@ -336,4 +337,4 @@ class SOULResult(VerticalResult):
 
 @partial(jax.jit, static_argnums=0)
 def _values(party: FederatedModel, theta: Theta, z: Array, data: SiloData) -> dict[str, Array]:
-    return jax.lax.map(lambda z: latents_of(party, theta, z, data), z, batch_size=64)
+    return map_in_batches(lambda z: latents_of(party, theta, z, data), z, 64)

@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array
 from jax.random import fold_in
 
-from numpyro_fed.basics.programs import jit_once
+from numpyro_fed.basics.programs import jit_once, map_in_batches
 from numpyro_fed.basics.trees import Numbers
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.guide import GlobalDraws, Guide
@@ -310,5 +310,5 @@ def log_likelihoods_of_rows(
         return jnp.concatenate([jnp.zeros(0), *(rows[p] for p in plates)])
 
     draws = jnp.arange(len(down.z_G)), down.z_G, given.coordinates.u
-    values = jax.lax.map(rows_at, draws, batch_size=batch_size)
+    values = map_in_batches(rows_at, draws, batch_size)
     return values, rows_that_count(fm, data)

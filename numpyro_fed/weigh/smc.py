@@ -37,7 +37,7 @@ from scipy.optimize import brentq
 from scipy.special import logsumexp
 
 from numpyro_fed.basics.errors import NonFiniteError
-from numpyro_fed.basics.programs import jit_once
+from numpyro_fed.basics.programs import jit_once, map_in_batches
 from numpyro_fed.basics.trees import Numbers, namespace
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.guide import GlobalDraws, Guide
@@ -227,10 +227,10 @@ class TemperedSMC:
 
         size = BATCH if any(p.dim for p in self.model.plates) else 1
         found = AtParticles(
-            *jax.lax.map(
+            *map_in_batches(
                 lambda draw: jax.value_and_grad(log_likelihood)(*draw),
                 (given.z_G, given.coordinates.u),
-                batch_size=size,
+                size,
             )
         )
         # A particle that is too far away for one silo is lost, and the others go on.
