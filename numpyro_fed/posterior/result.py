@@ -352,7 +352,7 @@ class Result(Posterior, FederatedRun):
             return sites | draw(j, (own, self._hosted(j).data[j]))
         silos = chosen_silos(silo, self.num_silos)
         for j in silos:
-            self._hosted(j)
+            self._hosted(j).place(j)  # all are there, before any is drawn
         parts = {j: draw(j) for j in silos}
         for s in fit.model.sites:
             if s.kind == "latent" and s.plate is not None:
