@@ -1,7 +1,9 @@
 """What is asked of the JAX and XLA that are installed, besides what is inside of programs."""
 
 import json
+import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from numpyro_fed.basics.programs import (
     jit_once,
     known_options,
     quick_options,
+    warn_of_slow_additions,
 )
 
 
@@ -57,3 +60,16 @@ def test_this_jax_lets_copies_of_arrays_be_told_apart_by_precision():
         "tests/test_precision.py passes with copies_by_precision doing nothing, JAX does it "
         "itself by now: remove it."
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "warns"),
+    [((0, 10, 2), "gpu", True), ((0, 11, 1), "gpu", False), ((0, 10, 2), "cpu", False)],
+)
+def test_a_version_that_is_slow_on_gpus_is_told(version, device, warns, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.setattr(jax, "default_backend", lambda: device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_slow_additions.__wrapped__()
+    assert [w.category for w in caught] == [RuntimeWarning] * warns

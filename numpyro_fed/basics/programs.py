@@ -7,6 +7,7 @@ for a set of data are compiled in less time.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,9 +33,12 @@ Carry = TypeVar("Carry")
 T = TypeVar("T")
 Object = TypeVar("Object", bound="HasPrecision")
 StaticArgs = int | tuple[int, ...] | None  # positions of the arguments that are no arrays
+# The versions of JAX, from the first on and before the second, of which GPUs add slowly by index.
+SLOW_ADDITIONS = (0, 10, 2), (0, 11, 1)
 # XLA's options for programs that run once: compiled in a third of the time, and slower to run. The
 # CPU's fusion emitters have a compile time of their own. For the rounds of a run they do not pay:
 # without emitters rounds take 1.1 to 1.4 times as long (docs/results/compilation.md).
+
 QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -173,6 +177,20 @@ GROUP = 8
 def on_accelerator() -> bool:
     """Return whether programs are compiled for something else than a CPU."""
     return jax.default_backend() != "cpu"
+
+
+@cache
+def warn_of_slow_additions() -> None:
+    """Warn of a version of JAX that is slow on this device at sums over rows of a group."""
+    slow = SLOW_ADDITIONS[0] <= jax.__version_info__ < SLOW_ADDITIONS[1]
+    if slow and jax.default_backend() == "gpu":
+        warnings.warn(
+            f"JAX {jax.__version__} is reported to be slow on GPUs at additions by index in single "
+            "precision, such as the gradient of a hospital's effect: use JAX 0.11.1 or later (Python "
+            "3.12 or later).",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def while_loop(

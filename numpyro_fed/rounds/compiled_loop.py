@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.basics.programs import jit_once, readable
+from numpyro_fed.basics.programs import jit_once, readable, warn_of_slow_additions
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.rounds.exchange import (
@@ -73,6 +73,7 @@ def compiled_runtime(
     participants: their states are gathered from the stacks and scattered back. With ``quick`` the
     program is compiled in less than half of the time and runs slower, which pays for few rounds.
     """
+    warn_of_slow_additions()
     jit = jit_once if quick else jax.jit
 
     @jit
