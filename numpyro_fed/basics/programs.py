@@ -186,8 +186,8 @@ def warn_of_slow_additions() -> None:
     if slow and jax.default_backend() == "gpu":
         warnings.warn(
             f"JAX {jax.__version__} is reported to be slow on GPUs at additions by index in single "
-            "precision, such as the gradient of a hospital's effect: use JAX 0.11.1 or later (Python "
-            "3.12 or later).",
+            "precision, such as the gradient of a hospital's effect: use JAX 0.11.1 or later, with "
+            "Python 3.12 or later.",
             RuntimeWarning,
             stacklevel=2,
         )
