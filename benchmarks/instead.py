@@ -257,17 +257,55 @@ def of_hospitals_alone(registries: list[list[Hospital]]) -> dict[str, float]:
     return summary(known, 0.0) | {"none": 1 - len(known) / len(found)}
 
 
+# What leaves a hospital.
+LEAVES = {
+    "each hospital alone": "nothing",
+    "average of these": "an estimate and its error",
+    "meta-analysis": "an estimate and its error",
+    "PQL": "sums",
+    "glmer, pooled rows": "every row",
+    "nf.fit": "sums",
+    "NUTS, pooled rows": "every row",
+}
+
+
 def as_rows(report: dict[str, dict[str, float]]) -> list[dict]:
-    """Return the lines of the table."""
-    return [
-        table_row(
-            name,
-            f"{m['error']:.3f}",
-            f"{100 * m['coverage']:.0f} % ({m['width']:.2f} wide)",
-            f"{m['bias']:+.3f}",
-        )
-        for name, m in report.items()
-    ]
+    """Return the lines of the table: error, intervals, messages with what leaves a hospital."""
+    lines = []
+    for name, leaves in LEAVES.items():
+        if (m := report.get(name)) is None:
+            continue
+        error = f"{m['error']:.3f}"
+        if not np.isnan(m["error_of_sd"]):
+            error += f"; of the sd of hospitals {m['error_of_sd']:.2f}"
+        interval = f"{100 * m['coverage']:.0f} %, {m['width']:.2f} wide"
+        if "none" in m:
+            interval += f"; none at {100 * m['none']:.0f} % of hospitals"
+        messages = f"{m['messages']:.0f} messages, {m['seconds']:.2g} s: "
+        lines.append(table_row(name, error, interval, (messages if m["messages"] else "") + leaves))
+    return lines
+
+
+def draw(report: dict[str, dict[str, float]], path: Path) -> None:
+    """Draw the mean interval of each method, and how often its intervals have the truth."""
+    from matplotlib import pyplot
+
+    names = [name for name in LEAVES if name in report]
+    figure, ax = pyplot.subplots(figsize=(7, 0.45 * len(names) + 1.1), layout="constrained")
+    for i, name in enumerate(names):
+        m = report[name]
+        centre = LOG_OR + m["bias"]
+        ax.plot([centre - m["width"] / 2, centre + m["width"] / 2], [i, i], color="C0", lw=2)
+        ax.plot(centre, i, "o", color="C0")
+        words = f"true in {100 * m['coverage']:.0f} of 100"
+        if "none" in m:
+            words += f"; no estimate at {100 * m['none']:.0f} of 100"
+        ax.annotate(words, (1.02, i), xycoords=("axes fraction", "data"), va="center")
+    ax.axvline(LOG_OR, color="0.5", lw=1, zorder=0)
+    ax.set_yticks(range(len(names)), names)
+    ax.invert_yaxis()
+    ax.set_xlabel("log odds ratio of the treatment: mean estimate and mean 90 % interval")
+    figure.savefig(path)
 
 
 def main() -> None:
@@ -275,6 +313,7 @@ def main() -> None:
     parser.add_argument("--registries", type=int, default=200)
     parser.add_argument("--fits", type=int, default=200, help="registries on which nf.fit runs")
     parser.add_argument("--nuts", type=int, default=10, help="registries on which NUTS runs")
+    parser.add_argument("--figure", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     registries = [registry(seed) for seed in range(args.registries)]
@@ -289,6 +328,8 @@ def main() -> None:
         report["nf.fit, of the same"] = timed(by_fit, registries[: args.nuts])
     for name, found in report.items():
         print(name, {k: round(v, 3) for k, v in found.items()})
+    if args.figure:
+        draw(report, args.figure)
     if args.json:
         write(args.json, as_rows(report), details=report)
 

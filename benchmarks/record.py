@@ -9,7 +9,7 @@ the few numbers that a reader asks for, each beside what it is compared with and
 A file of ``benchmarks/results`` is a list of such records, each with a name and a title, and its
 page under ``docs/results`` draws it. A new record goes in the place of the one that it replaces.
 Cells are numbers or text, in which ``**missed**`` is bold. ``also`` of a row is its line in the
-first table of all results.
+first table of all results. A record may have ``heads`` of its own for the columns of its table.
 """
 
 from __future__ import annotations

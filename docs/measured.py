@@ -77,7 +77,8 @@ class Measured(SphinxDirective):
         parts = []
         for record in (records[name] for name in names or records):
             lines = [cells(row) for row in record["rows"]]
-            parts += [f"**{record['title']}**", table(CELLS, lines), source(record, link)]
+            heads = tuple(record.get("heads", CELLS))
+            parts += [f"**{record['title']}**", table(heads, lines), source(record, link)]
         return "\n\n".join(parts)
 
     def index(self, pages: list[str]) -> str:

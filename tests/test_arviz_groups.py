@@ -119,10 +119,10 @@ def test_the_server_of_a_federation_has_the_groups_of_globals(silos):
     silos = [{k: v[:8] for k, v in silo.items()} for silo in silos]
     nodes = [nf.Silo(silo, names={"model": model}) for silo in silos]
     federation = nf.Federation(nf.network.InMemory([node.answer for node in nodes]))
-    result = nf.SFVI(model).run(KEY, 0, federation, **QUIET)
+    result = nf.SFVI(model, start=None).run(KEY, 0, federation, **QUIET)
     data = result.to_arviz(KEY, 50, groups="all")
     assert groups_of(data) == {"posterior", "prior", "log_prior"}
-    here = nf.SFVI(model).run(KEY, 0, silos, **QUIET).to_arviz(KEY, 50, groups=["log_prior"])
+    here = nf.SFVI(model, start=None).run(KEY, 0, silos, **QUIET).to_arviz(KEY, 50, groups=["log_prior"])
     np.testing.assert_allclose(data["log_prior"]["globals"], here["log_prior"]["globals"], 1e-5)
     with pytest.raises(DataError):
         result.to_arviz(KEY, 50, groups=["observed_data"])
@@ -226,7 +226,7 @@ def test_draws_of_nuts_at_random_belong_to_their_groups(nuts_of_wards):
 def test_axes_and_elements_have_names(nuts_of_wards, tmp_path):
     """Latents of a plate that of the plate, and others those that the user gives."""
     silos = silos_with_wards(1, 2, 1)
-    result = nf.SFVI(wards).run(KEY, 0, silos, **QUIET)
+    result = nf.SFVI(wards, start=None).run(KEY, 0, silos, **QUIET)
     result.save(tmp_path / "fit", draws=50)
     names = nf.levels([dict(c=np.repeat(["Bern", "Chur"], 5))], ["c"], other="other")["c"]
     labels = dict(dims={"city": ["city"], "y": ["patient"]}, coords={"city": names})
@@ -350,7 +350,7 @@ def test_rows_run_along_one_axis_in_all_groups():
     silos = [dict(x=r.normal(size=n), y=r.normal(size=(3, n))) for n in (5, 6)]
     silos[0]["y"][:, 2] = np.nan
     silos[1]["y"][1, 0] = np.nan
-    data = nf.SFVI(items).run(KEY, 0, silos, **QUIET).to_arviz(KEY, 50, groups=GROUPS)
+    data = nf.SFVI(items, start=None).run(KEY, 0, silos, **QUIET).to_arviz(KEY, 50, groups=GROUPS)
     seen = np.concatenate([np.delete(silos[0]["y"], 2, 1), silos[1]["y"]], 1).T
     np.testing.assert_allclose(data["observed_data"]["y"], seen)
     assert data["posterior_predictive"]["y"].shape == (1, 50, 10, 3)

@@ -446,7 +446,7 @@ def fitted():
         df = pd.DataFrame({"a": r.normal(size=n), "b": r.integers(0, 3, n)})
         return dict(x=df, y=np.where(np.arange(n) == 1, NAN, df["a"] + df["b"]))
 
-    return nf.SFVI(linear).run(KEY, 0, [silo(6), silo(9)], **quiet)
+    return nf.SFVI(linear, start=None).run(KEY, 0, [silo(6), silo(9)], **quiet)
 
 
 def test_new_rows_are_predicted_from_a_dataframe_of_either_library(fitted):
@@ -490,7 +490,7 @@ def test_new_data_have_the_kinds_of_the_fit():
             numpyro.sample("y", dist.Normal(u[of], 1), obs=y)
 
     silos = [dict(of=np.array([0, 1, 2]), y=np.zeros(3)), dict(of=np.array([2, 1]), y=np.ones(2))]
-    fit = nf.SFVI(effects).run(KEY, 0, silos, **quiet)
+    fit = nf.SFVI(effects, start=None).run(KEY, 0, silos, **quiet)
     expected = fit.predict(KEY, dict(of=np.array([2, 0])), n=20)["y"]
     # As pandas has whole numbers after a merge.
     floats = fit.predict(KEY, dict(of=np.array([2.0, 0.0])), n=20)["y"]
@@ -505,7 +505,7 @@ def test_new_data_have_the_kinds_of_the_fit():
 @LIBRARIES
 def test_a_new_dataframe_has_the_columns_of_the_fit(lib):
     silos = [lib.DataFrame({"age": [1.0, 2.0], "y": [1.0, 3.0]}) for _ in range(2)]
-    fit = nf.SFVI(by_age).run(KEY, 0, silos, **quiet)
+    fit = nf.SFVI(by_age, start=None).run(KEY, 0, silos, **quiet)
     assert fit.predict(KEY, lib.DataFrame({"age": [3.0]}), n=5)["y"].shape == (5, 1)
     words = refusal(fit.predict, KEY, lib.DataFrame({"y": [3.0]}))
     assert "arguments are ['age', 'y']" in words

@@ -49,7 +49,7 @@ from numpyro_fed.text.row_checks import RowChecks, check_rows_apart
 
 
 class ForShapes(NamedTuple, Generic[Prepared]):
-    """What a method knows of silos of certain shapes.
+    """The layout, the plan and the method's own parts for silos of certain shapes.
 
     ``plan`` is without checks of values and without settings, and ``prepared`` are the method's own
     parts that depend on shapes alone.
