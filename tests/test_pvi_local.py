@@ -33,7 +33,7 @@ SOLVERS = {
 }
 
 
-@pytest.mark.parametrize("name", mark_slow(SOLVERS, ["optax"]))
+@pytest.mark.parametrize("name", mark_slow(SOLVERS, ["optax", "closed form"]))
 def test_every_local_optimiser_finds_the_tilted_distribution_if_it_is_in_the_family(name):
     """Property 2.1: the local free energy is largest where ``q`` is closest to it."""
 
@@ -113,7 +113,11 @@ IMPATIENT = nf.local.Optax(steps=40, patience=3)
 
 @pytest.mark.parametrize(
     "local",
-    [IMPATIENT, nf.local.NaturalGradient(steps=5), nf.local.PowerEP(steps=5)],
+    [
+        IMPATIENT,
+        nf.local.NaturalGradient(steps=5),
+        pytest.param(nf.local.PowerEP(steps=5), marks=pytest.mark.slow),
+    ],
     ids=["patience", "natural gradient", "power ep"],
 )
 def test_no_local_optimiser_takes_a_likelihood_that_is_nan(local):
@@ -146,17 +150,9 @@ def test_a_model_that_is_conjugate_at_some_silos_alone_is_not_taken_for_conjugat
 
 
 def test_minibatches_of_a_model_whose_rows_read_each_others_latents_are_refused():
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 2))
-        with nf.silo_plate("row", y.shape[0]):
-            b = numpyro.sample("b", dist.Normal(0, 1))
-            numpyro.sample("y", dist.Bernoulli(logits=w * x + b - b.mean()), obs=y)
-
-    rows = logistic_rows()
-    silos = cut(dict(x=rows["x"][:, 0], y=rows["y"]), (12, 12))
-    pvi = nf.PVI(model, local=nf.local.Optax(batch_size=4), start=None)
+    pvi = nf.PVI(models.coupled(), local=nf.local.Optax(batch_size=2), start=None)
     with pytest.raises(nf.GuideError, match="a minibatch is another model"):
-        pvi.run(KEY, 1, silos, **QUIET)
+        pvi.run(KEY, 1, [dict(y=np.arange(4.0))] * 2, **QUIET)
 
 
 def test_minibatches_of_rows_that_read_a_mean_are_refused_where_there_are_many():
@@ -179,9 +175,9 @@ def test_minibatches_of_rows_that_read_a_mean_are_refused_where_there_are_many()
 
 def test_minibatches_of_rows_that_share_a_covariance_are_refused():
     guide = nf.guides.Structured(locals="joint")
-    pvi = nf.PVI(glmm_inside, guide=guide, local=nf.local.Optax(batch_size=4), start=None)
-    with pytest.raises(nf.GuideError, match=r"locals='joint' for silo_plate 'child'"):
-        pvi.run(KEY, 1, glmm_silos((8, 8)), **QUIET)
+    pvi = nf.PVI(models.levels(), guide=guide, local=nf.local.Optax(batch_size=2), start=None)
+    with pytest.raises(nf.GuideError, match=r"locals='joint' for silo_plate 'row'"):
+        pvi.run(KEY, 1, [dict(y=np.arange(4.0))] * 2, **QUIET)
 
 
 @pytest.mark.slow
