@@ -73,7 +73,7 @@ def without_effects(silos):
 
 
 def rows_of(table):
-    return np.concatenate([silo.log_density for silo in table.silos])
+    return np.concatenate([silo.log_density for silo in table.silos]).astype(float)
 
 
 def test_rows_have_their_density_given_all_others(fitted, silos):
