@@ -286,9 +286,9 @@ def test_silos_left_out_have_their_predictive_density(fitted, silos):
 def test_a_silo_with_most_of_the_rows_is_left_out_by_draws_without_it(silos):
     """Draws of the posterior say nothing of the posterior without it; others are weighed."""
     r = np.random.default_rng(5)
-    x = np.stack([np.ones(500), r.normal(50, 10, 500)], 1)
-    y = x @ [4.0, 0.3] + r.normal(0, 2, 500)
-    large = dict(x=x, hospital=np.zeros(500, int), n_hospitals=1, y=y)
+    x = np.stack([np.ones(200), r.normal(50, 10, 200)], 1)
+    y = x @ [4.0, 0.3] + r.normal(0, 2, 200)
+    large = dict(x=x, hospital=np.zeros(200, int), n_hospitals=1, y=y)
     fitted = nf.fit(KEY, model, [silos[0], large], **QUIET)
     assert 1 in fitted.corrected._left_out_by(fitted.corrected._number_left_out).unknown
     table = fitted.leave_out()
@@ -306,7 +306,7 @@ def far(y):
 @pytest.mark.parametrize("precision", ["double", "single"])
 def test_silos_that_are_thousands_of_nats_apart_are_left_out(precision):
     r = np.random.default_rng(0)
-    silos = [dict(y=r.normal(m, 1, 2_000)) for m in (0.0, 0.0, 3.0)]
+    silos = [dict(y=r.normal(m, 1, 1_000)) for m in (0.0, 0.0, 3.0)]
     fitted = nf.fit(KEY, far, silos, precision=precision, **QUIET)
     table = fitted.leave_out()
     assert table.shift.argmax() == 2
@@ -316,10 +316,10 @@ def test_silos_that_are_thousands_of_nats_apart_are_left_out(precision):
         others = np.concatenate([s["y"] for i, s in enumerate(silos) if i != j])
         variance = 1 / (0.01 + len(others))
         mean, r = variance * others.sum(), silos[j]["y"]
-        total = np.eye(2_000) + variance
-        density = -0.5 * (
-            (r - mean) @ np.linalg.solve(total, r - mean) + np.linalg.slogdet(2 * np.pi * total)[1]
-        )
+        # Rows share the mean, so that their covariance is the identity and a number everywhere.
+        off, more = r - mean, 1 + 1_000 * variance
+        square = off @ off - variance * off.sum() ** 2 / more
+        density = -0.5 * (square + 1_000 * np.log(2 * np.pi) + np.log(more))
         margin = 0.1 if precision == "double" else 1.0
         assert table.log_density[j] == pytest.approx(density, abs=margin)
 
@@ -340,7 +340,7 @@ def test_parameters_of_silos_are_not_made_up_for_new_rows():
             numpyro.sample("y", dist.Normal(mu + a, 1), obs=y)
 
     data = [dict(y=np.arange(3.0)), dict(y=np.arange(3.0))]
-    run = nf.SFVI(shifted, start=None).run(KEY, 2, data, **QUIET)
+    run = nf.SFVI(shifted, start=None).run(KEY, 0, data, **QUIET)
     with pytest.raises(ModelError, match="'a' is a parameter"):
         run.predict(KEY, dict(y=None, n=4))
 
@@ -377,7 +377,7 @@ def test_new_data_that_lack_a_column_are_refused():
 
     r = np.random.default_rng(0)
     silos = [dict(x=r.normal(size=(9, 2)), z=r.normal(size=9), y=r.normal(size=9))] * 2
-    fitted = nf.SFVI(weighted, start=None).run(KEY, 1, silos, **QUIET)
+    fitted = nf.SFVI(weighted, start=None).run(KEY, 0, silos, **QUIET)
     y = np.zeros(1)
     with pytest.raises(DataError, match=r"rows of the shape \(1,\), where the fit had \(2,\)"):
         fitted.predict(KEY, dict(x=np.ones((1, 1)), z=np.zeros(1), y=y))
@@ -425,7 +425,8 @@ def test_new_data_have_fractions_where_the_fit_had_whole_numbers():
             numpyro.sample("y", dist.Normal(a * days, 1), obs=y)
 
     days = np.array([1, 4, 2])
-    fitted = nf.SFVI(text).run(KEY, 0, [dict(days=days, y=2.0 * days)] * 2, **QUIET)
+    sfvi = nf.SFVI(text, start=None)
+    fitted = sfvi.run(KEY, 0, [dict(days=days, y=2.0 * days)] * 2, **QUIET)
     mean = {d: fitted.predict(KEY, dict(days=np.array([d])), n=5)["mean"] for d in (1, 2.5)}
     np.testing.assert_allclose(mean[2.5], 2.5 * mean[1], rtol=1e-6)
 
@@ -446,7 +447,8 @@ def test_fractions_of_what_the_text_takes_for_an_index_are_refused(effect):
         with nf.silo_plate("row", g.shape[0]):
             numpyro.sample("y", dist.Normal(effect(e, g), 1), obs=y)
 
-    fitted = nf.SFVI(text).run(KEY, 0, [dict(g=np.array([0, 1, 2]), y=np.ones(3))] * 2, **QUIET)
+    silo = dict(g=np.array([0, 1, 2]), y=np.ones(3))
+    fitted = nf.SFVI(text, start=None).run(KEY, 0, [silo] * 2, **QUIET)
     with pytest.raises(DataError, match=r"fractions in \['g'\].*An index must be a whole number"):
         fitted.predict(KEY, dict(g=np.array([1.5])), n=5)
 
@@ -458,6 +460,6 @@ def test_a_single_value_beside_rows_is_refused_as_what_it_is():
             numpyro.sample("y", dist.Normal(a * x * days, 1), obs=y)
 
     silo = dict(x=np.ones(3), days=np.array([1, 4, 2]), y=np.ones(3))
-    fitted = nf.SFVI(text).run(KEY, 0, [silo] * 2, **QUIET)
+    fitted = nf.SFVI(text, start=None).run(KEY, 0, [silo] * 2, **QUIET)
     with pytest.raises(DataError, match=r"'days' is a single value \(3\)"):
         fitted.predict(KEY, dict(x=np.ones(2), days=3))

@@ -32,6 +32,9 @@ def lines(sizes=(20, 30, 8), lie=0.0, seed=0):
     return silos
 
 
+METHOD = nf.SFVI(line)  # one for all tests, so that its programs are found again
+
+
 def exact(silos):
     """Mean and precision of the conjugate posterior."""
     x, y = (np.concatenate([s[name] for s in silos]) for name in ("x", "y"))
@@ -41,7 +44,7 @@ def exact(silos):
 
 def test_the_shift_is_that_of_the_exact_posterior_without_the_silo(double):
     silos = lines()
-    found = nf.PVI(line).run(KEY, 1, silos, **QUIET).silos
+    found = METHOD.run(KEY, 0, silos, **QUIET).silos
     mean, precision = exact(silos)
     sds = np.sqrt(np.diag(np.linalg.inv(precision)))
     for j, silo in enumerate(silos):
@@ -61,18 +64,18 @@ def test_the_shift_is_that_of_the_exact_posterior_without_the_silo(double):
 
 
 def test_the_silo_that_contradicts_the_others_is_flagged_alone(double):
-    found = nf.PVI(line).run(KEY, 1, lines((20, 30, 8, 15), lie=10.0), **QUIET).silos
+    found = METHOD.run(KEY, 0, lines(lie=10.0), **QUIET).silos
     assert found.flagged == (1,)
     assert found.conflict.argmin() == 1
     frame = found.to_frame()
-    assert frame["flagged"].tolist() == [False, True, False, False]
+    assert frame["flagged"].tolist() == [False, True, False]
     np.testing.assert_array_equal(frame["shift"], found.shift)
 
 
 def test_units_change_nothing(double):
     silos = lines(lie=1.0)
     scaled = [{**s, "x": s["x"] * [1, 1e4]} for s in silos]
-    tables = [nf.PVI(line, start=None).run(KEY, 1, s, **QUIET).silos for s in (silos, scaled)]
+    tables = [METHOD.run(KEY, 0, s, **QUIET).silos for s in (silos, scaled)]
     np.testing.assert_allclose(tables[0].conflict, tables[1].conflict, rtol=1e-3)
 
 
@@ -123,7 +126,7 @@ def test_rows_that_read_each_other_are_refused():
         with nf.silo_plate("row", len(y)):
             numpyro.sample("y", dist.Normal(mu + b - b.mean(), 1), obs=y)
 
-    result = nf.SFVI(model, start=None).run(KEY, 2, [{"y": np.ones(3)}] * 2, **QUIET)
+    result = nf.SFVI(model, start=None).run(KEY, 0, [{"y": np.ones(3)}] * 2, **QUIET)
     with pytest.raises(CoupledRowsError, match="influence of silos needs"):
         _ = result.silos
 
@@ -134,7 +137,7 @@ def test_a_model_without_globals_has_no_influence():
             b = numpyro.sample("b", dist.Normal(0, 1))
             numpyro.sample("y", dist.Normal(b, 1), obs=y)
 
-    result = nf.SFVI(model).run(KEY, 2, [{"y": np.ones(3)}] * 2, **QUIET)
+    result = nf.SFVI(model, start=None).run(KEY, 0, [{"y": np.ones(3)}] * 2, **QUIET)
     with pytest.raises(ModelError, match="0 globals"):
         _ = result.silos
 

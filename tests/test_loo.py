@@ -1,20 +1,22 @@
 """Rows left out in turn, and models compared by them, against closed forms."""
 
+from functools import cache
+
 import arviz
 import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import optax
 import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.basics.programs import precision
 from numpyro_fed.network import InMemory
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
-SIZES = (6, 11, 9)
+SIZES = (6, 11)
 
 
 def nested(y, hospital):
@@ -36,7 +38,7 @@ def flat(y, hospital=None):
 @pytest.fixture(scope="module")
 def silos():
     r = np.random.default_rng(1)
-    effects = zip(SIZES, (0.5, -1.0, 2.0), strict=True)
+    effects = zip(SIZES, (0.5, -1.0), strict=True)
     return [dict(y=r.normal(2 + u, 1.8, n), hospital=np.zeros(n, int)) for n, u in effects]
 
 
@@ -50,14 +52,21 @@ def exact(silos, between, within):
     return -0.5 * (np.log(2 * np.pi * variance) + (precision @ y) ** 2 * variance)
 
 
-@pytest.fixture(scope="module")
-def fitted(silos):
-    return nf.fit(KEY, nested, silos, **QUIET)
+@cache
+def method_of(model):
+    """One for each model, so that its programs are there for the next test."""
+    return nf.SFVI(model)
 
 
 def weighed(model, silos):
-    """Draws of a conjugate model's posterior, weighed."""
-    return nf.importance_correct(KEY, nf.SFVI(model).run(KEY, 0, silos, **QUIET))
+    """Draws of a conjugate model's posterior, weighed, in the precision of a fit."""
+    with precision(double=True):
+        return nf.importance_correct(KEY, method_of(model).run(KEY, 0, silos, **QUIET))
+
+
+@pytest.fixture(scope="module")
+def fitted(silos):
+    return nf.fit(KEY, nested, silos, **QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +86,8 @@ def test_rows_have_their_density_given_all_others(fitted, silos):
     assert [len(silo.log_density) for silo in table.silos] == list(SIZES)
     assert table.elpd == pytest.approx(rows_of(table).sum())
     assert table.se == pytest.approx(np.sqrt(len(expected)) * rows_of(table).std())
-    assert (table.num_rows, table.num_bad, table.num_exchanges) == (26, 0, 0)
-    assert "0 of 26 rows" in str(table)
+    assert (table.num_rows, table.num_bad, table.num_exchanges) == (17, 0, 0)
+    assert "0 of 17 rows" in str(table)
 
 
 @pytest.mark.slow
@@ -104,7 +113,7 @@ def test_a_row_far_from_all_others_is_not_known(silos):
     assert "1 of 11 rows" in str(table)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_no_row_is_unknown_of_few_that_say_little(seed):
     """Draws are counted by their own weights: as whole numbers, 8 and 12 of 30 were unknown."""
 
@@ -132,7 +141,7 @@ def test_arviz_reads_rows_and_compares_models(fitted, without_effects, silos):
     assert found.names[0] == best
     assert found.difference[1] == pytest.approx(abs(one.elpd - other.elpd))
     below = rows_of(one) - rows_of(other)
-    assert found.se_of_difference[1] == pytest.approx(np.sqrt(26) * below.std())
+    assert found.se_of_difference[1] == pytest.approx(np.sqrt(17) * below.std())
     assert found.weight.sum() == pytest.approx(1)
     assert found.log_evidence[found.names.index("flat")] == without_effects.log_evidence
     assert str(found).count("\n") == 2
@@ -144,8 +153,8 @@ def test_arviz_reads_rows_and_compares_models(fitted, without_effects, silos):
 
 
 def test_models_of_other_data_are_not_compared(without_effects, silos):
-    fewer = weighed(flat, silos[:2])
-    with pytest.raises(DataError, match="'all' has 26, 'fewer' has 17 rows"):
+    fewer = weighed(flat, [silos[0]] * 2)
+    with pytest.raises(DataError, match="'all' has 17, 'fewer' has 12 rows"):
         nf.compare_models({"all": without_effects, "fewer": fewer})
     with pytest.raises(ValueError, match="two models"):
         nf.compare_models({"all": without_effects})
@@ -163,7 +172,7 @@ def test_rows_that_read_others_latents_are_refused():
             numpyro.sample("y", dist.Normal(b + b[::-1], 1), obs=y)
 
     data = [dict(y=np.arange(4.0))] * 2
-    run = nf.SFVI(walk, start=None).run(KEY, 20, data, **QUIET)
+    run = nf.SFVI(walk, start=None).run(KEY, 0, data, **QUIET)
     fixed = nf.importance_correct(KEY, run, 200, 1)
     with pytest.raises(ModelError, match="leaving rows out"):
         fixed.loo()
@@ -187,7 +196,7 @@ def test_silos_elsewhere_send_sums_alone(without_effects, silos):
     fitted = weighed(flat, federation)
     replies.clear()
     table = fitted.loo()
-    assert len(replies) == 3
+    assert len(replies) == 2
     assert (
         max(map(len, replies)) < 1_000
     )  # a row's numbers of 11 rows and 2,000 draws would be more
@@ -206,10 +215,10 @@ def test_a_silo_of_few_rows_with_an_outcome_leaves_none_of_them_out(silos):
     """The second silo has eleven rows, and four outcomes."""
     policy = nf.Policy(min_rows=6, parameters_per_row=1.0)
     few = np.where(np.arange(SIZES[1]) < 4, silos[1]["y"], np.nan)
-    held = [silos[0]["y"], few, silos[2]["y"]]
+    held = [silos[0]["y"], few]
     nodes = [nf.Silo(dict(y=y), names={"flat": flat}, policy=policy) for y in held]
     federation = nf.Federation(InMemory([node.answer for node in nodes]))
-    fitted = nf.fit(KEY, flat, federation, **QUIET)
+    fitted = weighed(flat, federation)
     fitted.leave_out()
     with pytest.raises(nf.SilosError, match=r"(?s)1.*fewer rows with an outcome.*6, min_rows"):
         fitted.loo()
@@ -219,7 +228,7 @@ def test_rows_without_an_outcome_do_not_count(without_effects, silos):
     more = [dict(y=np.append(s["y"], np.nan)) for s in silos]
     table = weighed(flat, more).loo()
     here = without_effects.loo()
-    assert table.num_rows == 26
+    assert table.num_rows == 17
     assert table.elpd == pytest.approx(here.elpd, abs=0.1)
     assert table.se == pytest.approx(here.se, rel=0.02)
 
@@ -231,7 +240,7 @@ def test_rows_count_by_their_outcomes_and_not_by_their_likelihood():
     def heavy(x, y):
         s = numpyro.sample("s", dist.HalfNormal(2))
         with nf.silo_plate("row", len(y)):
-            z = numpyro.sample("z", dist.Gamma(2, 1))
+            z = numpyro.sample("z", dist.Exponential(1))
             numpyro.sample("y", dist.Poisson(x * z * s), obs=y)
 
     r = np.random.default_rng(0)
@@ -241,7 +250,7 @@ def test_rows_count_by_their_outcomes_and_not_by_their_likelihood():
         y = np.where(x == 1, r.poisson(3, 12), 0).astype(float)
         y[:3] = np.nan
         silos.append(dict(x=x, y=y))
-    run = nf.SFVI(heavy, start=None).run(KEY, 1, silos, **QUIET)
+    run = nf.SFVI(heavy, start=None).run(KEY, 0, silos, **QUIET)
     assert nf.importance_correct(KEY, run, 500).loo().num_rows == 18
 
 
@@ -252,7 +261,7 @@ def test_parameters_that_were_fitted_to_a_row_are_refused():
             a = numpyro.param("a", np.zeros(len(y)))
             numpyro.sample("y", dist.Normal(a, s), obs=y)
 
-    run = nf.SFVI(free, start=None).run(KEY, 5, [dict(y=np.arange(4.0))] * 2, **QUIET)
+    run = nf.SFVI(free, start=None).run(KEY, 0, [dict(y=np.arange(4.0))] * 2, **QUIET)
     fixed = nf.importance_correct(KEY, run, 200, 1)
     with pytest.raises(ModelError, match="'a' is a parameter"):
         fixed.loo()
@@ -260,7 +269,7 @@ def test_parameters_that_were_fitted_to_a_row_are_refused():
 
 @pytest.mark.filterwarnings("ignore::numpyro_fed.ConvergenceWarning")
 def test_few_draws_are_counted_as_few(silos):
-    run = nf.SFVI(flat, start=None, optim=optax.sgd(1e-3)).run(KEY, 1, silos, **QUIET)
+    run = nf.SFVI(flat, start=None).run(KEY, 0, silos, **QUIET)
     fixed = nf.importance_correct(KEY, run, 4_000, 1)
     assert not fixed.trusted
     with pytest.warns(nf.ConvergenceWarning, match="no better than the fit"):

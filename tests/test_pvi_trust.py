@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from cases import mark_slow
 from laid_open import for_the_prior, put_in_place
 from problems import cut
 from pvi_problems import KEY, QUIET, logistic, logistic_rows, mean
@@ -52,7 +53,7 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", mark_slow(OUTSIDE, ["mixture"]))
 def test_a_prior_that_is_gaussian_around_zero_alone_is_refused_by_name(name):
     fm = split(location(OUTSIDE[name], normal), read([dict(y=np.zeros(2))]))
     with pytest.raises(nf.ModelError, match=r"'m'.*outside"):

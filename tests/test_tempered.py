@@ -44,6 +44,12 @@ def at_mode(model, silos):
         return nf.PVI(model).run(KEY, 0, silos, **QUIET)
 
 
+def unfitted(method, silos):
+    """A result before its first round: particles from the prior need no more of a fit."""
+    with precision(double=True):
+        return method.run(KEY, 0, silos, **QUIET)
+
+
 @pytest.fixture(scope="module")
 def squares():
     return at_mode(squared, SQUARES)
@@ -106,8 +112,10 @@ def exact_of_one_mode():
 @pytest.mark.parametrize("start", [pytest.param("fit", marks=pytest.mark.slow), "prior"])
 def test_rows_latents_are_integrated_out(start):
     evidence, mean, sd = exact_counts()
-    fit = at_mode(counts, COUNTS)
-    begin = nf.importance_correct(KEY, fit) if start == "fit" else fit
+    if start == "fit":
+        begin = nf.importance_correct(KEY, at_mode(counts, COUNTS))
+    else:
+        begin = unfitted(nf.SFVI(counts, start=None), COUNTS)
     found = nf.Tempered(start=start).run(KEY, 300, begin, **QUIET)
     assert found.trusted, found.report()
     z = np.asarray(found.z_G)[:, 0]
@@ -153,9 +161,9 @@ def test_a_run_from_particles_goes_on_and_adds_what_it_keeps(squares):
 
 def test_particles_do_not_depend_on_the_partition():
     rows = np.concatenate([s["y"] for s in SQUARES])
-    one = at_mode(squared, [dict(y=rows)])
-    three = at_mode(squared, [dict(y=part) for part in np.split(rows, [1, 3])])
-    # The mode is found to 1e-4 nats, so that particles begin at the prior, with the same numbers.
+    sfvi = nf.SFVI(squared, start=None)
+    one = unfitted(sfvi, [dict(y=rows)])
+    three = unfitted(sfvi, [dict(y=part) for part in np.split(rows, [1, 3])])
     found = [
         nf.Tempered(num_particles=40, start="prior").run(KEY, 12, fit, **QUIET).z_G
         for fit in (one, three)
@@ -205,26 +213,12 @@ def test_the_fit_is_judged_by_the_particles(particles):
     assert float(particles.fit_error["mu"]["sd_ratio"]) < 0.1
 
 
-def factor(y):
-    """A factor outside of the silos' rows."""
-    mu = numpyro.sample("mu", dist.Normal(0, 3))
-    numpyro.factor("tilt", jnp.where(mu > 0, 0.0, -2.0))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu**2, 1), obs=y)
-
-
-def observed(y):
-    """An observation outside of them."""
-    mu = numpyro.sample("mu", dist.Normal(0, 3))
-    numpyro.sample("g", dist.Normal(mu, 1), obs=3.0)
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-
-
-def scaled(y):
-    """A prior that counts four times."""
+def outside(y):
+    """A factor and an observation outside of rows, and a prior that counts four times."""
     with numpyro.handlers.scale(scale=4.0):
         mu = numpyro.sample("mu", dist.Normal(0, 3))
+    numpyro.factor("tilt", jnp.where(mu > 1.2, 0.0, -2.0))
+    numpyro.sample("g", dist.Normal(mu, 1), obs=3.0)
     with nf.silo_plate("row", y.shape[0]):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
@@ -236,21 +230,16 @@ def kinked(y):
         numpyro.sample("y", dist.Normal(jnp.where(mu > 0, jnp.sqrt(mu), 0.0), 2), obs=y)
 
 
-@pytest.mark.parametrize(
-    ("model", "log_prior", "mean_of"),
-    [
-        (factor, lambda m: log_normal(m, 0, 3) - 2 * (m <= 0), lambda m: m**2),
-        (observed, lambda m: log_normal(m, 0, 3) + log_normal(3, m, 1), lambda m: m),
-        (scaled, lambda m: 4 * log_normal(m, 0, 3), lambda m: m),
-    ],
-)
-def test_what_the_prior_does_not_draw_belongs_to_the_posterior(model, log_prior, mean_of):
-    silos = SQUARES if model is factor else [dict(y=np.array([0.3, 1.1]))]
-    y = np.concatenate([s["y"] for s in silos])
-    evidence, mean, sd = on_a_grid(
-        lambda m: log_prior(m) + log_normal(y, mean_of(m), 1).sum(), np.linspace(-9, 9, 20_001)
-    )
-    found = nf.Tempered(start="prior").run(KEY, 300, at_mode(model, silos), **QUIET)
+def test_what_the_prior_does_not_draw_belongs_to_the_posterior():
+    """Without the factor the evidence is off by half a nat, without the others by more."""
+
+    def log_joint(m):
+        prior = 4 * log_normal(m, 0, 3) - 2 * (m <= 1.2) + log_normal(3, m, 1)
+        return prior + log_normal(np.array([0.3, 1.1]), m, 1).sum()
+
+    evidence, mean, sd = on_a_grid(log_joint, np.linspace(-9, 9, 20_001))
+    fit = unfitted(nf.SFVI(outside, start=None), [dict(y=np.array([0.3, 1.1]))])
+    found = nf.Tempered(start="prior").run(KEY, 300, fit, **QUIET)
     assert np.mean(found.z_G) == pytest.approx(mean, abs=0.1 * sd)
     assert np.std(found.z_G) == pytest.approx(sd, rel=0.1)
     assert found.log_evidence == pytest.approx(evidence, abs=0.2)
@@ -264,8 +253,7 @@ def test_a_gradient_that_is_no_number_costs_no_mass(start):
         lambda m: log_normal(m, 0, 1) + log_normal(y, np.sqrt(max(m, 0)), 2).sum(),
         np.linspace(-6, 6, 20_001),
     )
-    with precision(double=True):
-        fit = nf.SFVI(kinked, start=None).run(KEY, 0, silos, **QUIET)
+    fit = unfitted(nf.SFVI(kinked, start=None), silos)
     found = nf.Tempered(start=start).run(KEY, 300, fit, **QUIET)
     assert np.mean(found.z_G) == pytest.approx(mean, abs=0.1 * sd)
     assert np.std(found.z_G) == pytest.approx(sd, rel=0.1)
@@ -291,12 +279,14 @@ def test_a_quadrature_that_is_too_coarse_is_not_trusted():
 
 
 def test_other_divergences_are_refused_and_losses_have_no_evidence():
-    silos = [dict(y=np.array([1.0, 2.0])), dict(y=np.array([0.5]))]
-    other = nf.FedGVI(scaled, prior_divergence=nf.divergences.WeightedKL(0.3))
+    weighted = nf.divergences.WeightedKL(0.3)
+    other = nf.FedGVI(squared, prior_divergence=weighted, start=None)
     with pytest.raises(ValueError, match="divergence"):
-        nf.Tempered().run(KEY, 10, other.run(KEY, 1, silos, **QUIET), **QUIET)
-    robust = nf.FedGVI(scaled, loss=nf.losses.beta_loss(1.5)).run(KEY, 1, silos, **QUIET)
-    assert nf.Tempered().run(KEY, 100, robust, **QUIET).log_evidence is None
+        nf.Tempered().run(KEY, 10, unfitted(other, SQUARES), **QUIET)
+    robust = unfitted(nf.FedGVI(squared, loss=nf.losses.beta_loss(1.5), start=None), SQUARES)
+    found = nf.Tempered(num_particles=40, start="prior").run(KEY, 100, robust, **QUIET)
+    assert found.reached == 1
+    assert found.log_evidence is None
 
 
 def test_islands_that_differ_are_not_trusted():
@@ -362,7 +352,7 @@ def test_a_prior_that_cannot_be_drawn_from_is_refused():
         with nf.silo_plate("row", y.shape[0]):
             numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
-    fit = at_mode(model, SQUARES)
+    fit = unfitted(nf.SFVI(model, start=None), SQUARES)
     with pytest.raises(nf.ModelError, match="start='fit'"):
         nf.Tempered(start="prior").run(KEY, 10, fit, **QUIET)
 
@@ -386,7 +376,7 @@ def test_rows_with_three_latents_are_refused():
             numpyro.sample("y", dist.Normal(b.sum(-1), 1), obs=y)
 
     with pytest.raises(nf.ModelError, match="'row' has 3 latents"):
-        nf.Tempered().run(KEY, 10, at_mode(model, SQUARES), **QUIET)
+        nf.Tempered().run(KEY, 10, unfitted(nf.SFVI(model, start=None), SQUARES), **QUIET)
 
 
 def test_islands_without_any_density_are_an_error():
