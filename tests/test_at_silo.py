@@ -18,7 +18,9 @@ from numpyro_fed.rounds.messages import read
 KEY, OTHER = jax.random.key(0), jax.random.key(7)
 QUIET = {"progress_bar": False}
 SIZES = (6, 9, 9)  # two alike: their programs are compiled once for a cache on the disk
+ALIKE = (9, 9)
 TELLS = nf.Policy(min_rows=1, parameters_per_row=10.0, tell_latents=True)
+pytestmark = pytest.mark.usefixtures("double")  # all, so that tests can share runs
 
 
 def nested(x, hospital, n_hospitals, y=None):
@@ -41,12 +43,20 @@ def flat(y):
         numpyro.sample("y", dist.Normal(mu + a, 1), obs=y)
 
 
-NAMES = {"nested": nested, "flat": flat}
+def small(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with nf.silo_plate("place", 1):
+        u = numpyro.sample("u", dist.Normal(0, 1))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal(mu + u[0], 1), obs=y)
 
 
-def data_of(hospitals=(1, 1, 1)):
+NAMES = {"nested": nested, "flat": flat, "small": small}
+
+
+def data_of(hospitals=(1, 1, 1), sizes=SIZES):
     r, found = np.random.default_rng(1), []
-    for n, k in zip(SIZES, hospitals, strict=True):
+    for n, k in zip(sizes, hospitals, strict=True):
         x = r.normal(size=(n, 2))
         y = x @ [1.0, -0.5] + r.normal(0, 1.2) + r.normal(size=n)
         found.append(dict(x=x, hospital=np.arange(n) % k, n_hospitals=k, y=y))
@@ -81,14 +91,22 @@ METHODS = {
 }
 
 
-def both(name, hospitals=(1, 1, 1), corrected=False):
-    """The silos, the result over them, and that of a list."""
-    (method, rounds), data = METHODS[name], data_of(hospitals)
-    silos = silos_of(data)
-    there, here = (method.run(KEY, rounds, s, **QUIET) for s in (federation_of(silos), data))
+def both(name, hospitals, sizes=SIZES, corrected=False):
+    """The silos, what crosses, the result over them, and that of a list."""
+    (method, rounds), data = METHODS[name], data_of(hospitals, sizes)
+    heard, silos = [], silos_of(data)
+    there = method.run(KEY, rounds, federation_of(silos, heard), **QUIET)
+    here = method.run(KEY, rounds, data, **QUIET)
     if corrected:
         there, here = (nf.importance_correct(KEY, run, 60) for run in (there, here))
-    return silos, there, here
+    heard.clear()
+    return silos, heard, there, here
+
+
+@cache
+def quick():
+    """Silos that are alike, and a short run over them."""
+    return both("sfvi", (1, 1), ALIKE)
 
 
 CASES = [
@@ -98,28 +116,25 @@ CASES = [
     ("quadrature", (1, 1, 1), False),
     ("sfvi", (3, 2, 1), False),
 ]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:]]
 NEW = dict(x=np.array([[1.0, 0.5], [-1.0, 2.0], [0.0, 0.0]]), hospital=np.zeros(3, int))
 
 
-@pytest.mark.parametrize(("name", "hospitals", "corrected"), [CASES[0], *SLOW])
-def test_numbers_at_a_silo_are_those_of_one_process(name, hospitals, corrected, double):
-    silos, there, here = both(name, hospitals, corrected)
+def agree(runs, hospitals, silos_asked):
+    """Draws and predictions at silos are those of one process."""
+    silos, _, there, here = runs
     told, expected = (fit.sample_posterior(OTHER, 40, silo="all") for fit in (there, here))
     assert set(told) == {"beta", "tau", "u", "v"}
     assert told["v"].shape == (40, sum(hospitals), 1)
     for site, values in told.items():
         np.testing.assert_allclose(values, expected[site], rtol=1e-10, atol=1e-10)
-    for j, silo in enumerate(silos):
+    for j in silos_asked:
         message = there.draws_for_silo(OTHER, 40, silo=j)
-        own, expected = (
-            silo.sample_posterior(OTHER, message),
-            here.sample_posterior(OTHER, 40, silo=j),
-        )
+        own = silos[j].sample_posterior(OTHER, message)
+        expected = here.sample_posterior(OTHER, 40, silo=j)
         assert set(own) == set(expected) == {"beta", "tau", "u", "v", "b", "at"}
         new = NEW | dict(n_hospitals=hospitals[j])
         for data in (new, None):
-            found = silo.predict(OTHER, message, data)
+            found = silos[j].predict(OTHER, message, data)
             other = here.predict(OTHER, data, silo=j, n=40)
             own |= {f"predicted {site}": values for site, values in found.items()}
             expected |= {f"predicted {site}": values for site, values in other.items()}
@@ -128,42 +143,48 @@ def test_numbers_at_a_silo_are_those_of_one_process(name, hospitals, corrected, 
             np.testing.assert_allclose(values, expected[site], rtol=1e-10, atol=1e-10)
 
 
-@cache
-def quick(policy=TELLS):
-    """Silos that are not like each other, and a short run over them."""
-    heard, silos = [], silos_of(data_of(), policy)
-    run = METHODS["sfvi"][0].run(KEY, 2, federation_of(silos, heard), **QUIET)
-    heard.clear()
-    return silos, run, heard
+def test_numbers_at_a_silo_are_those_of_one_process():
+    agree(quick(), (1, 1), [1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "hospitals", "corrected"), CASES)
+def test_numbers_at_silos_of_other_sizes_are_those_of_one_process(name, hospitals, corrected):
+    agree(both(name, hospitals, corrected=corrected), hospitals, range(3))
 
 
 def test_only_latents_that_rows_share_are_told():
     """One exchange; the message has no number of a row, and its shape not the number of rows."""
-    _, run, heard = quick()
-    run.sample_posterior(KEY, 30, silo="all")
-    assert len(heard) == len(SIZES)
+    _, heard, run, _ = quick()
+    heard.clear()
+    run.sample_posterior(KEY, 40, silo="all")
+    assert len(heard) == len(ALIKE)
     for _, reply in heard:
         shapes = {name: a.shape for name, a in read(reply).arrays.items()}
-        assert sorted(shapes.values()) == [(), (), (30, 1), (30, 1, 1)]
+        assert sorted(shapes.values()) == [(), (), (40, 1), (40, 1, 1)]
     heard.clear()
-    run.draws_for_silo(KEY, 30, silo=1)
+    run.draws_for_silo(KEY, 40, silo=1)
     assert not heard  # nothing crosses but the message itself
 
 
 def test_nothing_of_a_silo_is_in_the_message_that_goes_there():
-    _, run, _ = quick()
-    one, other = (run.draws_for_silo(KEY, 9, silo=j) for j in (0, 1))
+    run = quick()[2]
+    one, other = (run.draws_for_silo(KEY, 40, silo=j) for j in (0, 1))
     for name, array in read(one).arrays.items():
         np.testing.assert_array_equal(array, read(other).arrays[name])
-    assert {a.shape[0] for a in read(one).arrays.values() if a.ndim > 1} == {9}
+    assert {a.shape[0] for a in read(one).arrays.values() if a.ndim > 1} == {40}
+
+
+def short(*policies):
+    """A run of no rounds over silos with these policies."""
+    silos = [silo for policy in policies for silo in silos_of([dict(y=np.arange(4.0))], policy)]
+    return nf.SFVI(small, start=None).run(KEY, 0, federation_of(silos), **QUIET)
 
 
 def test_a_silo_that_does_not_tell_is_named():
-    data, quiet = data_of(), nf.Policy(min_rows=1, parameters_per_row=10.0)
-    silos = [*silos_of(data[:2]), *silos_of(data[2:], quiet)]
-    run = METHODS["sfvi"][0].run(KEY, 1, federation_of(silos), **QUIET)
-    with pytest.raises(RefusedError, match=r"silo 2 refuses 'outer latents': .*tell_latents"):
-        run.sample_posterior(KEY, 5, silo="all")
+    run = short(TELLS, FREE)
+    with pytest.raises(RefusedError, match=r"silo 1 refuses 'outer latents': .*tell_latents"):
+        run.sample_posterior(KEY, 60, silo="all")
 
 
 @pytest.mark.slow
@@ -181,8 +202,7 @@ def test_a_silo_tells_only_what_its_own_policy_allows():
     [({"max_draws": 50}, "allows 50 more draws"), ({"exchanges": ("sfvi",)}, "'outer latents'")],
 )
 def test_the_other_rules_of_a_policy_hold(rules, words):
-    policy = nf.Policy(min_rows=1, parameters_per_row=10.0, tell_latents=True, **rules)
-    run = METHODS["sfvi"][0].run(KEY, 1, federation_of(silos_of(data_of(), policy)), **QUIET)
+    run = short(replace(TELLS, min_silos=1, **rules))
     with pytest.raises(RefusedError, match=words):
         run.sample_posterior(KEY, 60, silo="all")
 
@@ -209,7 +229,7 @@ def test_a_silo_of_another_process_predicts(tmp_path):
 
 @pytest.mark.slow
 def test_later_exchanges_leave_the_state_that_a_message_means():
-    silos, run, _ = quick()
+    silos, _, run, _ = quick()
     message = run.draws_for_silo(OTHER, 8, silo=0)
     before = silos[0].predict(OTHER, message)["y"]
     nf.importance_correct(KEY, run, 20)
@@ -217,27 +237,26 @@ def test_later_exchanges_leave_the_state_that_a_message_means():
 
 
 def test_wrong_use_is_refused():
-    silos, run, heard = quick()
-    message = run.draws_for_silo(KEY, 8, silo=0)
+    silos, heard, run, here = quick()
+    message = run.draws_for_silo(KEY, 40, silo=0)
     with pytest.raises(DataError, match="silo 1 holds its own latents"):
         run.sample_posterior(KEY, 5, silo=1)
     with pytest.raises(DataError, match="draws_for_silo of this result"):
         run.sample_posterior(KEY, 5, silo=[0, 1])
-    with pytest.raises(DataError, match="no silo 3: they are 0 to 2"):
-        run.draws_for_silo(KEY, 8, silo=3)
+    with pytest.raises(DataError, match="no silo 2: they are 0 to 1"):
+        run.draws_for_silo(KEY, 40, silo=2)
     with pytest.raises(ValueError, match="n must be a positive"):
         run.draws_for_silo(KEY, 0, silo=0)
     with pytest.raises(DataError, match="2 of 'hospital', and silo 0 has 1"):
         silos[0].predict(KEY, message, NEW | dict(hospital=np.arange(3) % 2, n_hospitals=2))
     with pytest.raises(DataError, match="do not fit the model"):
         silos[0].predict(KEY, message, dict(x=NEW["x"]))
-    run.sample_posterior(KEY, 3, silo="all")
+    run.sample_posterior(KEY, 40, silo="all")
     method = read(message).head["method"]
     asked = next(down for down, _ in heard if read(down).head["method"] == method)
     with pytest.raises(DataError, match="a message of 'outer latents' came"):
         silos[0].predict(KEY, asked)
     assert "error" in read(silos[0].answer(message)).head
-    here = METHODS["sfvi"][0].run(KEY, 1, data_of(), **QUIET)
     with pytest.raises(DataError, match="silos are in this process"):
         here.draws_for_silo(KEY, 8, silo=0)
     with pytest.raises(TypeError, match="key must be"):
@@ -245,20 +264,21 @@ def test_wrong_use_is_refused():
 
 
 def test_a_model_without_latents_that_rows_share_has_nothing_to_tell():
-    silos = silos_of([dict(y=np.arange(4.0)), dict(y=np.arange(5.0))])
-    run = nf.SFVI(flat, start=None).run(KEY, 2, federation_of(silos), **QUIET)
+    data = [dict(y=np.arange(4.0)), dict(y=np.arange(4.0) + 1)]
+    silos = silos_of(data)
+    there, here = (
+        nf.SFVI(flat, start=None).run(KEY, 1, these, **QUIET)
+        for these in (federation_of(silos), data)
+    )
     with pytest.raises(DataError, match="this model has none"):
-        run.sample_posterior(KEY, 5, silo="all")
-    message = run.draws_for_silo(KEY, 8, silo=1)
+        there.sample_posterior(KEY, 5, silo="all")
+    message = there.draws_for_silo(KEY, 8, silo=1)
     with pytest.raises(ModelError, match="'a' is a parameter"):
         silos[1].predict(KEY, message, dict(y=np.zeros(2)))
-    here = nf.SFVI(flat, start=None).run(
-        KEY, 2, [dict(y=np.arange(4.0)), dict(y=np.arange(5.0))], **QUIET
-    )
     for mean in (False, True):
         found = silos[1].predict(KEY, message, mean=mean)["y"]
         expected = here.predict(KEY, silo=1, n=8, mean=mean)["y"]
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
 def test_columns_are_drawn_by_all_parties_together():
