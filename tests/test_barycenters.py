@@ -13,8 +13,9 @@ from numpyro_fed.basics.errors import DataError
 from numpyro_fed.numerics.barycenters import forward_kl, reverse_kl, wasserstein
 
 ALL = [wasserstein, forward_kl, reverse_kl]
+COMPILED = {barycenter: jax.jit(barycenter) for barycenter in ALL}
 SEEDS = st.integers(0, 10_000)
-SHAPES = st.sampled_from([(1, 3), (2, 1), (3, 4), (5, 5)])  # number and dimension, each a program
+SHAPES = st.sampled_from([(1, 3), (2, 1), (3, 4)])  # number and dimension, each a program
 
 
 def gaussians(seed, number, dim, spread=1.0):
@@ -23,6 +24,11 @@ def gaussians(seed, number, dim, spread=1.0):
     a, s = r.normal(size=(number, dim, dim)), np.exp(r.uniform(-spread, spread, dim))
     covs = (a @ a.transpose(0, 2, 1) + 0.1 * np.eye(dim)) * s * s[:, None]
     return r.normal(size=(number, dim)), covs, r.dirichlet(np.ones(number))
+
+
+def of(barycenter, *args):
+    """As one program. Step by step they are called where errors are, and compared with this."""
+    return tuple(map(np.asarray, COMPILED[barycenter](*args)))
 
 
 def root(S):
@@ -43,16 +49,17 @@ def test_the_wasserstein_barycenter_solves_its_equation(seed, shape):
     np.testing.assert_allclose(loc, w @ locs, rtol=1e-10)
 
 
-@pytest.mark.parametrize("number", [2, 5])
-def test_it_is_that_of_ott(number):
+def test_it_is_that_of_ott():
     """OTT's loop ends after five steps unless it is told how many to take."""
+    number = 3
     locs, covs, w = gaussians(1, number, 4)
     steps = dict.fromkeys(("min_iterations", "max_iterations", "inner_iterations"), 60)
     exact = dict(threshold=1e-16, regularization=0.0, inner_iterations=1)
     with jax.enable_x64(True):
-        loc, S = wasserstein(locs, covs, w)
-        points = jnp.concatenate([jnp.asarray(locs), jnp.asarray(covs).reshape(number, -1)], 1)
-        found, _ = Bures(4, exact).barycenter(jnp.asarray(w), points, **steps)
+        loc, S = of(wasserstein, locs, covs, w)
+        points = np.concatenate([locs, covs.reshape(number, -1)], 1)
+        bures = Bures(4, exact)
+        found = jax.jit(lambda w, points: bures.barycenter(w, points, **steps)[0])(w, points)
     np.testing.assert_allclose(found[:4], loc, rtol=1e-12)
     np.testing.assert_allclose(found[4:].reshape(4, 4), S, atol=1e-10 * abs(S).max())
 
@@ -68,9 +75,9 @@ def test_each_coordinate_keeps_its_digits_in_any_units_and_order(power, double):
     order = r.permutation(6)
     wide = blocks.reshape(3, 6, 6)[:, order][:, :, order]
     with jax.enable_x64(True):
-        expected = np.asarray(wasserstein(np.zeros((3, 2)), covs, w)[1])
+        expected = of(wasserstein, np.zeros((3, 2)), covs, w)[1]
     with jax.enable_x64(double):
-        found = np.asarray(wasserstein(np.zeros((3, 6)), wide, w)[1], float)
+        found = of(wasserstein, np.zeros((3, 6)), wide, w)[1].astype(float)
     sds = np.repeat(units, 2)[order]
     found = (found / sds / sds[:, None])[np.argsort(order)][:, np.argsort(order)]
     atol = (1e-12 if double else 1e-5) * abs(expected).max()
@@ -85,7 +92,7 @@ def test_covariances_with_the_same_axes_have_the_square_of_the_mean_root():
         r.dirichlet(np.ones(4)),
     )
     with jax.enable_x64(True):
-        S = wasserstein(np.zeros((4, 5)), Q * variances[:, None] @ Q.T, w)[1]
+        S = of(wasserstein, np.zeros((4, 5)), Q * variances[:, None] @ Q.T, w)[1]
     expected = Q * (w @ np.sqrt(variances)) ** 2 @ Q.T
     np.testing.assert_allclose(S, expected, atol=1e-13 * abs(expected).max())
 
@@ -99,8 +106,8 @@ def test_similar_maps_move_the_wasserstein_barycenter_with_them(seed, shape):
     r = np.random.default_rng(seed + 1)
     A, b = 3.7 * np.linalg.qr(r.normal(size=(dim, dim)))[0], r.normal(size=dim)
     with jax.enable_x64(True):
-        loc, S = map(np.asarray, wasserstein(locs, covs, w))
-        moved = wasserstein(locs @ A.T + b, A @ covs @ A.T, w)
+        loc, S = of(wasserstein, locs, covs, w)
+        moved = of(wasserstein, locs @ A.T + b, A @ covs @ A.T, w)
     np.testing.assert_allclose(moved[0], A @ loc + b, rtol=1e-8, atol=1e-8)
     np.testing.assert_allclose(moved[1], A @ S @ A.T, atol=1e-8 * abs(A @ S @ A.T).max())
 
@@ -114,8 +121,8 @@ def test_affine_maps_move_those_of_kl_with_them(barycenter, seed, shape):
     r = np.random.default_rng(seed + 1)
     A, b = r.normal(size=(dim, dim)) + 2 * np.eye(dim), r.normal(size=dim)
     with jax.enable_x64(True):
-        loc, S = map(np.asarray, barycenter(locs, covs, w))
-        moved = barycenter(locs @ A.T + b, A @ covs @ A.T, w)
+        loc, S = of(barycenter, locs, covs, w)
+        moved = of(barycenter, locs @ A.T + b, A @ covs @ A.T, w)
     scale = np.linalg.cond(A) ** 2
     np.testing.assert_allclose(moved[0], A @ loc + b, rtol=1e-9 * scale, atol=1e-9 * scale)
     top = abs(A @ S @ A.T).max()
@@ -130,8 +137,8 @@ def test_diagonal_ones_are_exact_under_any_units(seed, shape):
     variances = np.diagonal(covs, axis1=1, axis2=2)
     units = 10.0 ** np.random.default_rng(seed).uniform(-6, 6, dim)
     with jax.enable_x64(True):
-        loc, found = wasserstein(units * locs, units**2 * variances, w)
-        full = wasserstein(locs, variances[:, None] * np.eye(dim), w)[1]
+        loc, found = of(wasserstein, units * locs, units**2 * variances, w)
+        full = of(wasserstein, locs, variances[:, None] * np.eye(dim), w)[1]
     expected = (w @ np.sqrt(variances)) ** 2
     np.testing.assert_allclose(found, units**2 * expected, rtol=1e-12)
     np.testing.assert_allclose(loc, units * (w @ locs), rtol=1e-10, atol=1e-12)
@@ -143,7 +150,7 @@ def test_diagonal_ones_are_exact_under_any_units(seed, shape):
 def test_of_equal_gaussians_it_is_that_gaussian(barycenter, full):
     locs, covs, w = gaussians(3, 4, 5)
     cov = covs[0] if full else np.diagonal(covs[0])
-    loc, found = barycenter(np.stack([locs[0]] * 4), np.stack([cov] * 4), w)
+    loc, found = of(barycenter, np.stack([locs[0]] * 4), np.stack([cov] * 4), w)
     np.testing.assert_allclose(loc, locs[0], rtol=1e-5)
     np.testing.assert_allclose(found, cov, rtol=1e-3, atol=1e-4 * abs(cov).max())
 
@@ -171,15 +178,15 @@ def test_those_of_kl_are_least(full):
 
     with jax.enable_x64(True):
         for forward, barycenter in ((True, forward_kl), (False, reverse_kl)):
-            at = barycenter(locs, held, w)
-            slopes = jax.grad(lambda m, S, f=forward: summed(f, m, S), (0, 1))(*at)
+            at = of(barycenter, locs, held, w)
+            slopes = jax.jit(jax.grad(lambda m, S, f=forward: summed(f, m, S), (0, 1)))(*at)
             for slope in slopes:
                 np.testing.assert_allclose(slope, 0, atol=1e-9)
 
 
 def test_it_goes_through_jit():
     locs, covs, w = gaussians(3, 3, 4)
-    for a, b in zip(jax.jit(wasserstein)(locs, covs, w), wasserstein(locs, covs, w), strict=True):
+    for a, b in zip(of(wasserstein, locs, covs, w), wasserstein(locs, covs, w), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 

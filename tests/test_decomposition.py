@@ -108,7 +108,7 @@ def hospitals(hospital, n_hospitals, x, y=None):
         numpyro.sample("y", dist.Normal(mu + u[hospital] + x, sigma), obs=y)
 
 
-def glmm_silos(sizes=(5, 3, 7)):
+def glmm_silos(sizes=(4, 3)):
     return [
         {"x": RNG.normal(size=(n, 4, 2)), "y": RNG.integers(0, 2, (n, 4)).astype(float)}
         for n in sizes

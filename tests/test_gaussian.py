@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from numpyro_fed.numerics.gaussian import Curvature, Gaussian, as_matrix, identity
 
+from_params = jax.jit(Gaussian.from_params)
+
 
 def some(dim, full, seed=0, stack=()):
     r = np.random.default_rng(seed)
     params = {"loc": r.normal(size=(*stack, dim)), "log_scale": r.normal(size=(*stack, dim))}
     if full:
         params["below"] = r.normal(size=(*stack, dim * (dim - 1) // 2))
-    return Gaussian.from_params({name: jnp.asarray(a) for name, a in params.items()})
+    return from_params(params)
 
 
 def exact(q):
@@ -54,38 +56,60 @@ def test_a_gaussian_is_numpyros_distribution(dim, full, stack, seed):
 @pytest.mark.parametrize("full", [False, True])
 def test_natural_parameters_and_precisions_lead_back(full, stack, double):
     q = some(4, full, stack=stack)
-    precision = jnp.linalg.inv(q.covariance) if full else 1 / q.covariance
-    first, second = q.natural()
-    close(first, jnp.einsum("...ij,...j", precision, q.loc) if full else precision * q.loc)
-    close(second, -0.5 * precision)
-    close(Gaussian.of_natural(first, second), q)
-    close(Gaussian.of_precision(q.loc, precision), q)
+
+    @jax.jit
+    def found(q):
+        precision = jnp.linalg.inv(q.covariance) if full else 1 / q.covariance
+        first, second = natural = q.natural()
+        product = jnp.einsum("...ij,...j", precision, q.loc) if full else precision * q.loc
+        back = Gaussian.of_natural(*natural), Gaussian.of_precision(q.loc, precision)
+        return (first, product), (second, -0.5 * precision), back
+
+    *pairs, back = found(q)
+    for pair in pairs:
+        close(*pair)
+    for again in back:
+        close(again, q)
 
 
 @pytest.mark.parametrize("kinds", [(False, False), (True, True), (False, True), (True, False)])
 def test_a_step_in_the_own_coordinates_is_a_change_of_variables(kinds, double):
     """The density of ``then`` at ``q.draw(u)`` is that of the step at ``u``, over det L."""
     q, step = some(3, kinds[0], 1), some(3, kinds[1], 2)
-    u = jnp.array([0.3, -1.2, 2.0])
-    close(q.compose(step).log_density(q.draw(u)), step.log_density(u) - q.log_det)
-    close(q.times(jnp.eye(3)), jax.vmap(q._replace(loc=0 * q.loc).draw, 1, 1)(jnp.eye(3)))
-    close(q.solve(q.times(jnp.eye(3))), jnp.eye(3), atol=1e-12)
-    standard = jax.tree.map(jnp.zeros_like, step.params())
-    still = q.compose(Gaussian.from_params(standard))
-    close((still.loc, still.log_scale), (q.loc, q.log_scale))
-    close(as_matrix(still.root), as_matrix(q.root))
+
+    @jax.jit
+    def found(q, step, u):
+        eye, times = jnp.eye(3), q.times(jnp.eye(3))
+        densities = q.compose(step).log_density(q.draw(u)), step.log_density(u) - q.log_det
+        drawn = times, jax.vmap(q._replace(loc=0 * q.loc).draw, 1, 1)(eye)
+        standard = jax.tree.map(jnp.zeros_like, step.params())
+        still = q.compose(Gaussian.from_params(standard))
+        kept = (still.loc, still.log_scale), (q.loc, q.log_scale)
+        roots = as_matrix(still.root), as_matrix(q.root)
+        return densities, drawn, kept, roots, q.solve(times)
+
+    *pairs, solved = found(q, step, np.array([0.3, -1.2, 2.0]))
+    for pair in pairs:
+        close(*pair)
+    close(solved, np.eye(3), atol=1e-12)
 
 
 def test_scales_far_from_one_are_carried_along():
     """In single precision: the unit triangle of a step stays what it is, and has a gradient."""
     step = some(3, True)
+
+    @jax.jit
+    def found(far):
+        def unit(s):
+            return identity((3,)).compose(far._replace(log_scale=s)).unit.sum()
+
+        return identity((3,)).compose(far), jax.grad(unit)(far.log_scale)
+
     for size in (-90.0, -60.0, 60.0, 90.0):
-        far = step._replace(log_scale=jnp.full(3, size))
-        close(identity((3,)).compose(far), far, rtol=1e-6)
-        of_scale = jax.grad(
-            lambda s, far=far: identity((3,)).compose(far._replace(log_scale=s)).unit.sum()
-        )
-        close(of_scale(far.log_scale), jnp.zeros(3))
+        far = step._replace(log_scale=np.full(3, size, np.float32))
+        composed, slope = found(far)
+        close(composed, far, rtol=1e-6)
+        close(slope, np.zeros(3))
 
 
 def test_a_curvature_is_mended_in_the_scales_of_its_own_diagonal(double):

@@ -50,32 +50,62 @@ def power_integral(d, power):
     return integrate.trapezoid(stats.norm.pdf(x, d.loc, d.scale) ** power, x, axis=0)
 
 
-@pytest.mark.parametrize(("d", "_"), SUPPORTED)
-@pytest.mark.parametrize("power", [1.001, 1.5, 4.0])
-def test_power_integrals_are_sums_and_integrals(d, _, power):
-    found = log_power_integral(d, power)
+NEAR_ONE = beta_loss(1 + 1e-6), gamma_loss(1 + 1e-6)
+POWERS = 1.001, 1.5, 4.0
+
+
+@pytest.fixture(scope="module")
+def of_supported():
+    """Of each of the distributions what the tests below compare, all from one program."""
+
+    @jax.jit
+    def found():
+        return [
+            {
+                "integrals": [log_power_integral(d, power) for power in POWERS],
+                "losses": [loss(d, y) for loss in LOSSES[: 4 if d.support.is_discrete else 3]],
+                "near one": [loss(d, y) for loss in NEAR_ONE],
+                "log_prob": d.log_prob(y),
+            }
+            for d, y in SUPPORTED
+        ]
+
+    return jax.tree.map(np.asarray, found())
+
+
+EACH = pytest.mark.parametrize(
+    "i", range(len(SUPPORTED)), ids=lambda i: f"{i}-{type(SUPPORTED[i][0]).__name__}"
+)
+
+
+@EACH
+@pytest.mark.parametrize("power", POWERS)
+def test_power_integrals_are_sums_and_integrals(i, power, of_supported):
+    d, found = SUPPORTED[i][0], of_supported[i]["integrals"][POWERS.index(power)]
     assert found.shape == d.batch_shape
     np.testing.assert_allclose(np.exp(found), power_integral(d, power), rtol=3e-5)
 
 
-@pytest.mark.parametrize(("d", "y"), SUPPORTED)
-def test_losses_are_their_formulas(d, y):
-    p = np.exp(np.asarray(d.log_prob(y), np.float64))
+@EACH
+def test_losses_are_their_formulas(i, of_supported):
+    d, found = SUPPORTED[i][0], of_supported[i]
+    p = np.exp(np.asarray(found["log_prob"], np.float64))
     b, g, delta = 1.5, 1.3, 0.7
+    log_score, of_beta, of_gamma, *of_delta = found["losses"]
     beta = -(p ** (b - 1)) / (b - 1) + power_integral(d, b) / b + 1 / (b - 1) - 1 / b
     gamma = 1 - p ** (g - 1) / power_integral(d, g) ** ((g - 1) / g)
-    np.testing.assert_allclose(beta_loss(b)(d, y), beta, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(gamma_loss(g)(d, y), g / (g - 1) * gamma, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(log_loss(d, y), -d.log_prob(y), rtol=2e-6)
-    if d.support.is_discrete:
-        found = generalised_cross_entropy(delta)(d, y)
-        np.testing.assert_allclose(found, (1 - p**delta) / delta, rtol=1e-5)
+    np.testing.assert_allclose(of_beta, beta, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(of_gamma, g / (g - 1) * gamma, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(log_score, -found["log_prob"], rtol=2e-6)
+    assert len(of_delta) == d.support.is_discrete
+    for values in of_delta:
+        np.testing.assert_allclose(values, (1 - p**delta) / delta, rtol=1e-5)
 
 
-@pytest.mark.parametrize("near", [beta_loss(1 + 1e-6), gamma_loss(1 + 1e-6)])
-@pytest.mark.parametrize(("d", "y"), SUPPORTED)
-def test_near_one_the_loss_is_the_log_loss(near, d, y):
-    np.testing.assert_allclose(near(d, y), log_loss(d, y), rtol=1e-4, atol=2e-5)
+@EACH
+def test_near_one_the_loss_is_the_log_loss(i, of_supported):
+    for found in of_supported[i]["near one"]:
+        np.testing.assert_allclose(found, of_supported[i]["losses"][0], rtol=1e-4, atol=2e-5)
 
 
 def test_near_zero_the_generalised_cross_entropy_is_the_log_loss():
@@ -86,18 +116,19 @@ def test_near_zero_the_generalised_cross_entropy_is_the_log_loss():
 def test_in_double_precision_the_poisson_rule_has_the_accuracy_it_promises():
     rates = np.array([0.0, 1e-3, 63.99, 64.0, 65.0, 300.0, 3000.0])
     terms = stats.poisson.logpmf(np.arange(5000), rates[:, None])
+    powers = 1.0001, 2.0, 30.0
     with jax.enable_x64(True):
-        for power in (1.0001, 2.0, 30.0):
-            expected = np.log(np.exp(power * terms).sum(-1))
-            found = log_power_integral(dist.Poisson(rates), power)
-            np.testing.assert_allclose(found, expected, atol=1e-8)
+        found = jax.jit(lambda r: [log_power_integral(dist.Poisson(r), p) for p in powers])(rates)
+    for power, values in zip(powers, found, strict=True):
+        expected = np.log(np.exp(power * terms).sum(-1))
+        np.testing.assert_allclose(values, expected, atol=1e-8)
 
 
 def test_a_poisson_of_a_huge_rate_is_a_normal():
-    for rate in (1e6, 1e12, 1e30):
-        normal = dist.Normal(0, np.sqrt(rate))
-        found, expected = (log_power_integral(d, 1.5) for d in (dist.Poisson(rate), normal))
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    rates = np.array([1e6, 1e12, 1e30])
+    normal = dist.Normal(0, np.sqrt(rates))
+    both = jax.jit(lambda r: [log_power_integral(d, 1.5) for d in (dist.Poisson(r), normal)])
+    np.testing.assert_allclose(*both(rates), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -105,11 +136,18 @@ def test_a_poisson_of_a_huge_rate_is_a_normal():
     [(dist.Normal(0, 1), 10.0, 1e4), (dist.Poisson(2.0), 50.0, 1e4)],
 )
 def test_an_outlier_has_bounded_influence(d, near, far):
-    assert log_loss(d, far) > 100 * log_loss(d, near)
-    for loss, bound in ((beta_loss(1.5), 2.0), (gamma_loss(1.5), 3.0)):
-        assert abs(loss(d, far) - loss(d, near)) < 1e-5
-        assert loss(d, far) <= bound
-    pull = jax.grad(lambda loc: beta_loss(1.5)(dist.Normal(loc, 1), far))(0.0)
+    losses = log_loss, beta_loss(1.5), gamma_loss(1.5)
+
+    @jax.jit
+    def found(loc, places):
+        pull = jax.grad(lambda loc: beta_loss(1.5)(dist.Normal(loc, 1), far))(loc)
+        return pull, [(loss(d, places[0]), loss(d, places[1])) for loss in losses]
+
+    pull, ((near_log, far_log), *others) = found(0.0, np.array([near, far]))
+    assert far_log > 100 * near_log
+    for (at_near, at_far), bound in zip(others, (2.0, 3.0), strict=True):
+        assert abs(at_far - at_near) < 1e-5
+        assert at_far <= bound
     assert abs(pull) < 1e-6
 
 
@@ -166,15 +204,29 @@ def test_a_vector_is_a_product_and_a_masked_part_is_left_out():
     loc, y = np.array([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]), np.zeros((2, 3))
     mask = np.array([[True, True, False], [False, False, False]])
     vector = dist.Normal(loc, 1.0).to_event(1)
-    expected = log_power_integral(dist.Normal(loc, 1.0), 1.5).sum(-1)
-    np.testing.assert_allclose(log_power_integral(vector, 1.5), expected, rtol=1e-6)
     part = dist.Normal(loc, 1.0).mask(mask).to_event(1)
-    for loss in LOSSES[:3]:
-        first = loss(dist.Normal(loc[0, :2], 1.0).to_event(1), y[0, :2])
-        np.testing.assert_allclose(loss(part, y), [first, 0.0], rtol=1e-6)
-        np.testing.assert_array_equal(loss(dist.Normal(0, 1).expand([4]).mask(False), 9.0), 0)
-        wide = dist.Normal(loc[:, :1], 1.0).expand([2, 3])
-        np.testing.assert_allclose(loss(wide, y), loss(dist.Normal(wide.mean, 1), y), rtol=1e-6)
+    first = dist.Normal(loc[0, :2], 1.0).to_event(1)
+    wide, none = dist.Normal(loc[:, :1], 1.0).expand([2, 3]), dist.Normal(0, 1).expand([4])
+
+    @jax.jit
+    def found():
+        each = dist.Normal(loc, 1.0)
+        integrals = log_power_integral(vector, 1.5), log_power_integral(each, 1.5).sum(-1)
+        losses = [
+            (
+                (loss(part, y), jnp.stack([loss(first, y[0, :2]), 0.0])),
+                (loss(none.mask(False), 9.0), np.zeros(4)),
+                (loss(wide, y), loss(dist.Normal(wide.mean, 1), y)),
+            )
+            for loss in LOSSES[:3]
+        ]
+        return integrals, losses
+
+    integrals, losses = found()
+    np.testing.assert_allclose(*integrals, rtol=1e-6)
+    for pairs in losses:
+        for a, b in pairs:
+            np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES[1:3], ids=repr)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import mark_slow
 from laid_open import times_compiled
 
 from numpyro_fed.data.padding import Bucket
@@ -471,7 +472,10 @@ def test_two_runs_are_one_and_chunks_do_not_matter(name, where):
 
 @pytest.mark.parametrize(
     ("size", "where", "exchanges"),
-    [(1, "one bucket", 1), (2, "buckets", 1), (1, "buckets", 2), (2, "one bucket", 2)],
+    mark_slow(
+        [(1, "one bucket", 1), (2, "buckets", 1), (1, "buckets", 2), (2, "one bucket", 2)],
+        [(1, "one bucket", 1), (2, "one bucket", 2)],
+    ),
 )
 def test_what_is_drawn_ahead_is_what_would_be_drawn_step_by_step(where, size, exchanges):
     """Over more rounds than one block has, in two calls, of which the first ends within one."""

@@ -10,6 +10,7 @@ import optax
 import pytest
 from numpyro.distributions import constraints
 from problems import cut, glmm, glmm_silos, jitter, parts
+from scipy import stats
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import NonFiniteError
@@ -42,8 +43,7 @@ Y = np.random.default_rng(3).normal(1.0, 1.5, 9)
 mean_of_normals = models.level(2.0, 1.5, 0.5)
 
 
-@pytest.mark.parametrize("num_particles", [1, 3])
-@pytest.mark.parametrize("sizes", [(9,), (2, 4, 3)])
+@pytest.mark.parametrize(("sizes", "num_particles"), [((9,), 1), ((2, 4, 3), 3)])
 def test_a_mean_with_known_variance_reaches_its_posterior(sizes, num_particles):
     result = fit(mean_of_normals, silos_of(Y, sizes), num_particles=num_particles)
     precision = 1 / 2.0**2 + len(Y) / 1.5**2
@@ -53,7 +53,7 @@ def test_a_mean_with_known_variance_reaches_its_posterior(sizes, num_particles):
     np.testing.assert_allclose(jnp.exp(guide["log_scale"]), [precision**-0.5], rtol=1e-3)
     # The bound is then the log evidence, whatever the noise.
     covariance = 1.5**2 * np.eye(len(Y)) + 2.0**2
-    evidence = dist.MultivariateNormal(np.full(len(Y), 0.5), covariance).log_prob(Y)
+    evidence = stats.multivariate_normal(np.full(len(Y), 0.5), covariance).logpdf(Y)
     np.testing.assert_allclose(-result.losses[-10:], evidence, atol=1e-3)
 
 
@@ -203,7 +203,8 @@ def test_private_parameters_of_rows_keep_their_own_shapes_in_padded_silos():
 
 
 def test_a_model_without_local_latents_samples_at_a_silo():
-    result = fit(mean_of_normals, silos_of(Y, (4, 5)), 50)
+    method = nf.SFVI(mean_of_normals, start=None)
+    result = method.run(KEY, 0, silos_of(Y, (4, 5)), progress_bar=False)
     draws = result.sample_posterior(KEY, 3, silo=1)
     assert draws.keys() == {"mu"}
     np.testing.assert_array_equal(draws["mu"], result.sample_posterior(KEY, 3)["mu"])
@@ -234,14 +235,20 @@ def test_a_reply_has_one_shape_whatever_the_silo_holds(guide):
 
 def test_what_is_sent_are_draws_of_the_guide_and_its_centre():
     p = parts(glmm, glmm_silos([2, 3]), num_particles=4)
-    state = p.algorithm.init_server(KEY)
-    state = state._replace(params=jitter(state.params))
-    eps = p.algorithm.round.noise(KEY)
-    down = replayed_part(p.algorithm.round, state, eps, jnp.arange(2))
-    for z, e in zip(down.z_G, eps, strict=True):
-        expected, _ = p.guide.globals.draw(state.params.guide, e)
-        np.testing.assert_allclose(z, expected, rtol=1e-6)
-    np.testing.assert_array_equal(down.coordinates.centre, state.params.guide["loc"])
+
+    @jax.jit
+    def found():
+        state = p.algorithm.init_server(KEY)
+        state = state._replace(params=jitter(state.params))
+        eps = p.algorithm.round.noise(KEY)
+        down = replayed_part(p.algorithm.round, state, eps, jnp.arange(2))
+        eta = state.params.guide
+        return down, eta["loc"], jnp.stack([p.guide.globals.draw(eta, e)[0] for e in eps])
+
+    down, loc, expected = found()
+    assert len(down.z_G) == 4
+    np.testing.assert_allclose(down.z_G, expected, rtol=1e-6)
+    np.testing.assert_array_equal(down.coordinates.centre, loc)
     np.testing.assert_array_equal(down.coordinates.u, down.z_G)
     assert down.theta == {}
 
@@ -251,11 +258,16 @@ def test_several_particles_are_the_mean_of_single_ones():
         silos = glmm_silos([3])
         one, three = (parts(glmm, silos, num_particles=n) for n in (1, 3))
         data = one.silos[0]
-        server = jitter(one.algorithm.init_server(KEY).params)
-        state = one.algorithm.init_silo(KEY, data)
-        state = state._replace(params=jitter(state.params))
-        eps = three.algorithm.round.noise(KEY)
-        rows = three.algorithm.round.exchanges[0].silo_noise(KEY, state)
+
+        @jax.jit
+        def found():
+            server = jitter(one.algorithm.init_server(KEY).params)
+            state = one.algorithm.init_silo(KEY, data)
+            state = state._replace(params=jitter(state.params))
+            round = three.algorithm.round
+            return server, state, round.noise(KEY), round.exchanges[0].silo_noise(KEY, state)
+
+        server, state, eps, rows = found()
         assert (eps.shape, rows.rows["child"].shape) == ((3, 3), (3, 3, 1, 1, 1))
 
         def round_of(p):
@@ -277,7 +289,7 @@ def test_several_particles_are_the_mean_of_single_ones():
             ask(eps[i : i + 1], rows._replace(rows={"child": rows.rows["child"][:, i : i + 1]}))
             for i in range(3)
         ]
-        mean = jax.tree.map(lambda *a: sum(a) / 3, *each)
+        mean = jax.tree.map(lambda *a: sum(map(np.asarray, a)) / 3, *each)
         got = round_of(three)(eps, rows)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), got, mean)
 
@@ -297,23 +309,34 @@ def test_a_silo_whose_bound_is_not_finite_sends_zeros_and_says_so(objective):
     p = parts(
         roots, [{"y": np.array([1.0, 2.0])}, {"y": np.array([1.0, -1.0])}], objective=objective
     )
-    round, server = p.algorithm.round, p.algorithm.init_server(KEY)
-    (exchange,), who = round.exchanges, jnp.arange(len(p.silos))
-    asked = (round, server, round.noise(KEY), who, None)
-    down = replayed_part(*asked)
+    round, who = p.algorithm.round, jnp.arange(len(p.silos))
+    (exchange,) = round.exchanges
+
+    def part(*replies):
+        server = p.algorithm.init_server(KEY)
+        return replayed_part(round, server, round.noise(KEY), who, None, *replies)
+
+    @jax.jit
+    def visit(data):
+        state = p.algorithm.init_silo(KEY, data)
+        return exchange.visit(exchange.silo_noise(KEY, state), part(), state, data)[0]
+
+    @jax.jit
+    def ended(replies):
+        return part([combine(Combine.SUM, replies)])
+
     replies = []
     for j, data in enumerate(p.silos):
-        state = p.algorithm.init_silo(KEY, data)
-        reply, _ = jax.jit(exchange.visit)(exchange.silo_noise(KEY, state), down, state, data)
+        reply = visit(data)
         assert bool(reply.ok) == (j == 0)
-        replies.append(jax.tree.map(lambda a: a[None], reply))
+        replies.append(jax.tree.map(lambda a: np.asarray(a)[None], reply))
     for leaf in jax.tree.leaves(replies[1].up):
         np.testing.assert_array_equal(leaf, 0.0)
     assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(replies[0].up.gradient))
-    after, info = replayed_part(*asked, [combine(Combine.SUM, replies)])
+    after, info = ended(replies)
     assert not info.ok
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
-    _, info = replayed_part(*asked, [combine(Combine.SUM, replies[:1])])
+    _, info = ended(replies[:1])
     assert info.ok
 
 
