@@ -122,7 +122,8 @@ def test_the_server_of_a_federation_has_the_groups_of_globals(silos):
     result = nf.SFVI(model, start=None).run(KEY, 0, federation, **QUIET)
     data = result.to_arviz(KEY, 50, groups="all")
     assert groups_of(data) == {"posterior", "prior", "log_prior"}
-    here = nf.SFVI(model, start=None).run(KEY, 0, silos, **QUIET).to_arviz(KEY, 50, groups=["log_prior"])
+    here = nf.SFVI(model, start=None).run(KEY, 0, silos, **QUIET)
+    here = here.to_arviz(KEY, 50, groups=["log_prior"])
     np.testing.assert_allclose(data["log_prior"]["globals"], here["log_prior"]["globals"], 1e-5)
     with pytest.raises(DataError):
         result.to_arviz(KEY, 50, groups=["observed_data"])
