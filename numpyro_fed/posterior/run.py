@@ -17,7 +17,6 @@ from jax import Array
 
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import DataError, NonFiniteError
-from numpyro_fed.basics.programs import jit_once
 from numpyro_fed.data.padding import Bucket
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.posterior.built import Built, CompiledMethod
@@ -62,8 +61,9 @@ class FederatedRun:
 
         It holds shared parameters, unconstrained, and the guide of the globals.
         """
-        # Some algorithms compute it; compiled as a whole that is one program.
-        shared = self._fit.cached("shared", lambda: jit_once(self._fit.algorithm.shared))
+        # Some algorithms compute it; compiled as a whole that is one program. No jit_once: Predictive
+        # asks for it inside of a trace.
+        shared = self._fit.cached("shared", lambda: jax.jit(self._fit.algorithm.shared))
         return shared(self.state.server)
 
     def _hosted(self, silo: int) -> Silos:
