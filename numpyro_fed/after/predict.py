@@ -29,6 +29,7 @@ from numpyro_fed.basics.programs import (
     TRACING,
     filled,
     first_draws,
+    is_traced,
     jit_once,
     map_in_batches,
     shared_number,
@@ -135,7 +136,7 @@ def compiled(at: At) -> Programs:
     def many(key: Array, theta: Draws, latents: Draws, data: SiloData) -> dict[str, Array]:
         n = len(jax.tree.leaves(latents)[0]) if latents else 1
         rows = max([1, *(len(a) for a in data.arrays.values() if np.ndim(a))])
-        if shared_number(n) * rows > FEW_PREDICTED:
+        if is_traced((key, latents)) or shared_number(n) * rows > FEW_PREDICTED:
             return well(key, theta, latents, data)
         return first_draws(quickly(key, theta, filled(dict(latents)), data), n)
 

@@ -233,9 +233,8 @@ def jit_once(
 
     @wraps(f)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        leaves = jax.tree.leaves((args, kwargs))
-        traced = any(isinstance(a, jax.core.Tracer) for a in leaves)
         # Compiler options hold for whole programs: within another trace the function is inlined.
+        traced = is_traced((args, kwargs))
         return f(*args, **kwargs) if traced else compiled()(*args, **kwargs)
 
     return call
@@ -281,6 +280,8 @@ def shared_number(n: int) -> int:
 
 def filled(draws: Tree) -> Tree:
     """Return arrays (n, ...) of draws that are repeated up to :func:`shared_number`."""
+    if is_traced(draws):
+        return draws
     # In NumPy, which compiles nothing.
     return jax.tree.map(
         lambda a: np.resize(np.asarray(a), (shared_number(len(a)), *a.shape[1:])), draws
@@ -289,7 +290,14 @@ def filled(draws: Tree) -> Tree:
 
 def first_draws(values: Tree, n: int) -> Tree:
     """Return the first ``n`` draws of arrays that were computed of :func:`filled` ones."""
+    if is_traced(values):
+        return values
     return jax.device_put(jax.tree.map(lambda a: np.asarray(a)[:n], values))
+
+
+def is_traced(tree: object) -> bool:
+    """Return whether a program is being traced, which such numbers are a part of."""
+    return any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(tree))
 
 
 def jit_double(f: Callable[..., Result]) -> Callable[..., Result]:

@@ -61,8 +61,8 @@ class FederatedRun:
 
         It holds shared parameters, unconstrained, and the guide of the globals.
         """
-        # Some algorithms compute it; compiled as a whole that is one program. No jit_once: Predictive
-        # asks for it inside of a trace.
+        # Some algorithms compute it; compiled as a whole that is one program. No jit_once, which no
+        # outer trace takes: Predictive asks for it inside of one.
         shared = self._fit.cached("shared", lambda: jax.jit(self._fit.algorithm.shared))
         return shared(self.state.server)
 

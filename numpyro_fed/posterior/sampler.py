@@ -15,6 +15,7 @@ from numpyro_fed.basics.programs import (
     compiled_method,
     filled,
     first_draws,
+    is_traced,
     jit_once,
     map_in_batches,
     shared_number,
@@ -108,14 +109,16 @@ class Sampler:
         """
         n, rows = len(z_G), sum(self.model.sizes(data).values())
         own, here = {**theta, **private.theta}, private.recentred(coords)
-        few = shared_number(n) * rows <= FEW_DRAWN
+        traced = is_traced((key, z_G))
+        few = not traced and shared_number(n) * rows <= FEW_DRAWN
         if few:
             z_G, u = filled((z_G, here.u))
             here = here._replace(u=u)
         draw = self._draw_quickly if few else self._draw_well
         z_L = jax.block_until_ready(draw(key, own, private.guide, z_G, here, data))
         own, data = (own, data) if unpadded is None else unpadded
-        z_L = {plate: np.asarray(values) for plate, values in z_L.items()}
+        if not traced:  # NumPy cuts rows without a program for each number of them
+            z_L = {plate: np.asarray(values) for plate, values in z_L.items()}
         of_rows = real_rows(z_L, self.model.sizes(data), len(z_G))
         sites = jax.block_until_ready(self.constrain_locals(own, z_G, of_rows, data))
         return first_draws(sites, n)
