@@ -276,12 +276,17 @@ def as_rows(report: dict[str, dict[str, float]]) -> list[dict]:
         if (m := report.get(name)) is None:
             continue
         error = f"{m['error']:.3f}"
+        if (same := report.get(f"{name}, of the same")) is not None:
+            error += f" ({same['error']:.3f} where NUTS ran)"
         if not np.isnan(m["error_of_sd"]):
             error += f"; of the sd of hospitals {m['error_of_sd']:.2f}"
-        interval = f"{100 * m['coverage']:.0f} %, {m['width']:.2f} wide"
+        interval = f"{100 * m['coverage']:.0f} of 100 have the truth, {m['width']:.2f} wide"
+        if m["registries"] <= 50:
+            interval = f"{m['width']:.2f} wide, in {m['registries']} registries"
         if "none" in m:
             interval += f"; none at {100 * m['none']:.0f} % of hospitals"
-        messages = f"{m['messages']:.0f} messages, {m['seconds']:.2g} s: "
+        number = f"{m['messages']:.0f} message{'s' if m['messages'] > 1 else ''}"
+        messages = f"{number}, {m['seconds']:.2g} s: "
         lines.append(table_row(name, error, interval, (messages if m["messages"] else "") + leaves))
     return lines
 
@@ -290,21 +295,22 @@ def draw(report: dict[str, dict[str, float]], path: Path) -> None:
     """Draw the mean interval of each method, and how often its intervals have the truth."""
     from matplotlib import pyplot
 
-    names = [name for name in LEAVES if name in report]
+    # Of a few registries a coverage says little.
+    names = [n for n in LEAVES if n in report and report[n]["registries"] > 50]
     figure, ax = pyplot.subplots(figsize=(7, 0.45 * len(names) + 1.1), layout="constrained")
     for i, name in enumerate(names):
         m = report[name]
         centre = LOG_OR + m["bias"]
         ax.plot([centre - m["width"] / 2, centre + m["width"] / 2], [i, i], color="C0", lw=2)
         ax.plot(centre, i, "o", color="C0")
-        words = f"true in {100 * m['coverage']:.0f} of 100"
+        words = f"{100 * m['coverage']:.0f} of 100 have the truth"
         if "none" in m:
-            words += f"; no estimate at {100 * m['none']:.0f} of 100"
+            words += f",\nno estimate at {100 * m['none']:.0f} of 100"
         ax.annotate(words, (1.02, i), xycoords=("axes fraction", "data"), va="center")
     ax.axvline(LOG_OR, color="0.5", lw=1, zorder=0)
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
-    ax.set_xlabel("log odds ratio of the treatment: mean estimate and mean 90 % interval")
+    ax.set_xlabel("log odds ratio: mean estimate and 90 % interval")
     figure.savefig(path)
 
 
