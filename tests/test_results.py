@@ -14,7 +14,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import record
 
-PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
+RESULTS = ROOT / "docs" / "results"
+PAGES = [*sorted(RESULTS.glob("*.md")), ROOT / "docs" / "instead.md"]
 DRAWN = re.compile(r"^```\{measured\} (.*)$", re.MULTILINE)
 
 
@@ -33,7 +34,7 @@ def test_each_file_has_a_page_and_is_small():
 
 
 def test_the_first_table_has_some_ten_lines():
-    pages = next(iter(DRAWN.findall((PAGES[0].parent / "index.md").read_text()))).split()[1:]
+    pages = next(iter(DRAWN.findall((RESULTS / "index.md").read_text()))).split()[1:]
     rows = [row for page in pages for found in record.read(page) for row in found["rows"]]
     assert 8 <= sum("also" in row for row in rows) <= 12
 
