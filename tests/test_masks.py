@@ -6,7 +6,6 @@ import pytest
 from numpyro_fed.basics.errors import DataError
 from numpyro_fed.privacy.masks import (
     LARGEST_SUM,
-    ROUNDING,
     Greeting,
     KeyPair,
     decode,
@@ -45,7 +44,7 @@ def test_sums_are_exact_to_the_rounding(parties):
     # Whole numbers of Python do not round.
     exact = [sum(round(v * 2**80) for v in column) / 2**80 for column in rows.T.astype(object)]
     largest = np.abs(exact) * 2.0**-52
-    assert (np.abs(found - exact) <= parties * ROUNDING + largest + 2.0**-79 * parties).all()
+    assert (np.abs(found - exact) <= parties * 2.0**-57 + largest + 2.0**-79 * parties).all()
 
 
 def test_numbers_of_single_precision_above_a_billionth_have_no_rounding():

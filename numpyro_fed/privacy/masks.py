@@ -35,7 +35,6 @@ MAX_PARTIES = 255
 FRACTION = 56  # bits after the point
 WHOLE = 48  # bits of the whole number, its sign among them; the two counts have eight each
 LARGEST_SUM = 2.0**46  # the half of what fits, so that most of what is wrong is found
-ROUNDING = 2.0 ** -(FRACTION + 1)
 KEY_BYTES = 32
 PURPOSE = b"numpyro_fed secure sums 1"
 
