@@ -342,9 +342,7 @@ class Result(Posterior, FederatedRun):
             # of those of other silos at the same globals.
             key_silo = jax.random.fold_in(key, j)
             private = self.private(j)
-            return sampler.draw_of_silo(
-                key_silo, shared.theta, private, z_G, coords, data, *unpadded
-            )
+            return sampler.draw_silo(key_silo, shared.theta, private, z_G, coords, data, *unpadded)
 
         if isinstance(silo, int | np.integer) and not isinstance(silo, bool):
             j = int(silo)

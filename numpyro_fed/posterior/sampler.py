@@ -93,7 +93,7 @@ class Sampler:
     _draw_quickly = compiled_method(jit_once)(draw_locals)
     _draw_well = compiled_method()(draw_locals)
 
-    def draw_of_silo(
+    def draw_silo(
         self,
         key: Array,
         theta: Theta,
@@ -103,7 +103,7 @@ class Sampler:
         data: SiloData,
         unpadded: tuple[Theta, SiloData] | None = None,
     ) -> dict[str, Array]:
-        """Return local sites (n, ...) of a silo in this process, padded rows included.
+        """Return local sites (n, ...) of a silo at draws of the globals, padded rows included.
 
         With ``unpadded`` parameters and data they are those of its own rows alone.
         """
@@ -129,21 +129,6 @@ class Sampler:
     ) -> dict[str, Array]:
         """Return a silo's local sites on their supports."""
         return jax.vmap(self.model.constrain_local, (None, 0, 0, None))(theta, z_G, z_L, data)
-
-    def draw_silo(
-        self,
-        key: Array,
-        theta: Theta,
-        private: Private,
-        z_G: Array,
-        coords: Coordinates,
-        data: SiloData,
-    ) -> dict[str, Array]:
-        """Return local sites (n, ...) of a silo at draws of the globals."""
-        own, sizes = {**theta, **private.theta}, self.model.sizes(data)
-        here = private.recentred(coords)
-        z_L = self._draw_well(key, own, private.guide, z_G, here, data)
-        return self.constrain_locals(own, z_G, real_rows(z_L, sizes, len(z_G)), data)
 
 
 def real_rows(z_L: Rows, size: Sizes, n: int) -> Rows:
