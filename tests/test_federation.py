@@ -608,17 +608,35 @@ def test_a_silo_knows_its_own_texts_alone():
 
 
 @pytest.mark.parametrize("secret", [None, "auto"])
-def test_a_second_script_finds_the_programs_of_the_first_at_a_silo(compiled, secret):
+def test_silos_of_a_process_share_programs(compiled, secret, monkeypatch):
+    """Silos of one shape with each other, and with those of a later script."""
+    fresh = nf.SFVI(plain, start=None, num_particles=2 if secret is None else 4)
+    monkeypatch.setitem(NAMES, "named", fresh)
     silos = silos_of(numbers(), secret=secret)
-    first = named.run(KEY, 2, federation_of(silos), **QUIET)
-    at_silos = compiled.count("jit(visit)")
-    assert at_silos
-    again = named.run(KEY, 2, federation_of(silos), **QUIET)
-    assert compiled.count("jit(visit)") == at_silos
+    first = fresh.run(KEY, 2, federation_of(silos), **QUIET)
+    assert compiled.count("jit(visit)") == len(set(SIZES))
+    again = fresh.run(KEY, 2, federation_of(silos), **QUIET)
+    assert compiled.count("jit(visit)") == len(set(SIZES))
     np.testing.assert_array_equal(again.losses, first.losses)
     # Another plan is compiled for, and the runs of the first server go on.
-    named.run(KEY, 2, federation_of(silos[:2]), **QUIET)
-    assert len(named.run(KEY, 2, federation_of(silos), **QUIET).losses) == 2
+    fresh.run(KEY, 2, federation_of(silos[:2]), **QUIET)
+    assert len(fresh.run(KEY, 2, federation_of(silos), **QUIET).losses) == 2
+
+
+def test_silos_do_not_share_the_programs_of_a_variable_that_has_changed(monkeypatch):
+    """A text reads a variable: the programs of its former value are of no use."""
+
+    def of_scale(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Normal(mu, read["scale"]), obs=y)
+
+    monkeypatch.setitem(NAMES, "of_scale", of_scale)
+    read, losses = {}, []
+    for read["scale"] in (1.0, 1.0, 1.1):
+        there = federation_of(silos_of(numbers()))
+        losses.append(nf.SFVI(of_scale, start=None).run(KEY, 2, there, **QUIET).losses[-1])
+    assert losses[0] == losses[1] != losses[2]
 
 
 def test_settings_that_no_message_holds_need_a_name():

@@ -38,10 +38,11 @@ from numpyro_fed.rounds.runtime import State
 from numpyro_fed.search.expand import flat_size
 from numpyro_fed.search.influence import Influence
 from numpyro_fed.search.run_search import coupling_reason
+from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.layout import WHOLE, Layout, layout_of, minibatches_of_plates
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.plan import Facts, Plan, agree, check_plan, facts_of, with_terms
-from numpyro_fed.text.row_checks import RowChecks, check_rows_apart, refuse_coupled_rows
+from numpyro_fed.text.row_checks import check_rows_apart, refuse_coupled_rows
 from numpyro_fed.text.split import split
 from numpyro_fed.weigh.log_likelihoods import rows_that_count
 
@@ -167,6 +168,10 @@ class PartySide(FederatedMethod[Found], Generic[Found, Prepared]):
                 "must have the same method and version."
             )
 
+    def fingerprint(self, plan: Plan) -> str | None:
+        """Return a hash of the model at a plan's shapes, with all numbers that it reads."""
+        return fingerprint(self._split(plan), [plan.template()])
+
     def build(self, plan: Plan) -> Built:
         """Return the algorithm from model and plan, the same at the server and at every silo."""
         fm = self._split(plan)
@@ -197,7 +202,7 @@ class PartySide(FederatedMethod[Found], Generic[Found, Prepared]):
         """Raise an error for an exchange that needs independent rows if a silo's are coupled."""
         draws = asked.read_settings().get("inner_draws", built.draws)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
-        bucket_of_one, checks = [Bucket((number,), ({},), stack)], RowChecks(built.model)
+        bucket_of_one, checks = [Bucket((number,), ({},), stack)], built.row_checks
         check_rows_apart(checks, draws, bucket_of_one)
         if asked.name == INFLUENCE:
             refuse_coupled_rows(checks, bucket_of_one, "the influence of silos needs")

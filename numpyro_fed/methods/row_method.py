@@ -45,7 +45,7 @@ from numpyro_fed.rounds.runtime import Runtime, State
 from numpyro_fed.rounds.silos import Silos, on_device
 from numpyro_fed.text.layout import Layout, layout_of
 from numpyro_fed.text.plan import Facts, Plan, agree, facts_of
-from numpyro_fed.text.row_checks import RowChecks, check_rows_apart
+from numpyro_fed.text.row_checks import check_rows_apart
 
 
 class ForShapes(NamedTuple, Generic[Prepared]):
@@ -299,7 +299,7 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
                 built=built,
                 runtime=reach(built.algorithm, built.schedule),
                 reach=reach,
-                checks=RowChecks(built.model),
+                checks=built.row_checks,
                 asked_as=name,
             )
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import secrets
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 import jax
@@ -30,11 +32,13 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.files import Store
+from numpyro_fed.basics.programs import is_double
 from numpyro_fed.basics.trees import drop_weak_types
-from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.methods.method import PlanSize
+from numpyro_fed.data.silo_data import SiloData, signature
+from numpyro_fed.methods.method import PlanSize, recipe
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.posterior.at_silo import AtSilo, Held
+from numpyro_fed.posterior.built import Built
 from numpyro_fed.rounds.exchange import Exchange, ExchangeId, unknown_exchange
 from numpyro_fed.rounds.keys import silo_key
 from numpyro_fed.rounds.messages import (
@@ -44,7 +48,6 @@ from numpyro_fed.rounds.messages import (
     GO_ON,
     SEARCH,
     WITHOUT_START,
-    MessageShapes,
     Question,
     message_shapes,
     pack,
@@ -153,7 +156,6 @@ class SiloRuns:
         self.facts = method.describe(silo, row_ids).to_json()
         self.method, self._silo, self._secret = method, silo, secret
         self._store = store
-        self._programs: dict[bool, _Programs] = {}
         self._accepted: tuple[str, int] | None = None
         self.sampled: Sampled | None = None
         self.size = PlanSize(0, 0, 0)
@@ -172,11 +174,11 @@ class SiloRuns:
         if (plan, number) != self._accepted:
             agreed = Plan.from_json(plan)
             self.method.check_plan(agreed, self.facts, number)
-            built: Any = self.method.build(agreed)
+            programs = _programs(self.method, agreed)
             data = self.method.read_silo(self._silo, agreed, number)
-            size = self.method.size_of(agreed, built, data)
+            size = self.method.size_of(agreed, programs.built, data)
             self._number, self._data, self.size = number, data, size
-            self._programs = {False: _Programs(self.method, agreed, built, data)}
+            self._programs, self._checked = programs, set[tuple[bool, ExchangeId]]()
             self._accepted = plan, number
         # No runs but those in the store, which are read when needed. The one that was used least
         # recently stands first.
@@ -184,8 +186,7 @@ class SiloRuns:
 
     def rows_that_count(self) -> int:
         """Return the number of the silo's rows that have an outcome, once a plan is accepted."""
-        programs = self._programs[False]
-        return self.method.rows_that_count(programs.built, self._data)
+        return self.method.rows_that_count(self._programs.built, self._data)
 
     def _known_run(self, run: str) -> RunStates | None:
         """Return the states of a run, in an earlier process too; None if the silo has none."""
@@ -193,7 +194,7 @@ class SiloRuns:
             content = self._store.get(run)
             if content is not None:
                 self._runs[run] = RunStates.from_bytes(
-                    content, lambda name: self._programs_of(name).state_shapes
+                    content, lambda name: self._programs_of(name).state_shapes(self._data)
                 )
         if run in self._runs:
             self._runs.move_to_end(run)
@@ -221,19 +222,17 @@ class SiloRuns:
 
     def _programs_of(self, beginning: str) -> _Programs:
         """Return the programs for runs that began by the message ``beginning``."""
-        without = beginning == WITHOUT_START
-        if without not in self._programs:
-            build = self._programs[False].built.without_start
-            if build is None:
-                return self._programs[False]
-            plan, built = build()
-            self._programs[True] = _Programs(self.method, plan, built, self._data)
-        return self._programs[without]
+        return self._programs.without_start if beginning == WITHOUT_START else self._programs
 
     def exchange_of(self, question: Question) -> tuple[Exchange[Any, Any, Any], Any]:
-        """Return the exchange of a question, as this silo has built it, and its shapes."""
+        """Return the exchange of a question, compiled, and the shapes of the server's message."""
         programs = self._programs_of(self._run_of(question).beginning)
-        return programs.exchange(question.id, self._number)
+        if (asked := (programs is self._programs, question.id)) not in self._checked:
+            self.method.check_exchange(programs.built, question.id, self._number, self._data)
+            if len(self._checked) == MAX_PROGRAMS:
+                self._checked.clear()
+            self._checked.add(asked)
+        return programs.exchange(question.id, self._data)
 
     def handle(self, message: bytes, cost: AbstractContextManager[None]) -> bytes:
         """Return the reply to a message; a new one is answered within ``cost``."""
@@ -271,11 +270,12 @@ class SiloRuns:
                 "budget. Begin again, with a budget of its own."
             )
         before, programs = run.state_at(question), self._programs_of(run.beginning)
-        exchange, expected = programs.exchange(question.id, self._number)
-        noise = exchange.silo_noise(silo_key(self._key(arrays), self._number), before)
-        down = unpack("down", expected, arrays)
+        exchange, expected = self.exchange_of(question)
+        key, down = silo_key(self._key(arrays), self._number), unpack("down", expected, arrays)
         _refuse_unknown(arrays)
-        sent, after = exchange.silo(noise, down, before, self._data)
+        with programs.one_at_first(question.id, self._data):
+            noise = exchange.silo_noise(key, before)
+            sent, after = exchange.silo(noise, down, before, self._data)
         if isinstance(after, Sampled):
             self.sampled = after
         after = after if question.exchange in programs.stateful else before
@@ -301,8 +301,10 @@ class SiloRuns:
         self.sampled = None
         key_silo = jax.random.fold_in(self._key(arrays), self._number)
         _refuse_unknown(arrays)
-        init = self._programs_of(question.exchange).init[question.exchange]
-        state = drop_weak_types(init(key_silo, self._data))
+        programs = self._programs_of(question.exchange)
+        with programs.one_at_first(ExchangeId(question.exchange), self._data):
+            state = programs.init[question.exchange](key_silo, self._data)
+        state = drop_weak_types(state)
         return RunStates(question.exchange, {question.number: state})
 
     def at(self, draws: bytes) -> tuple[AtSilo, Mapping[str, np.ndarray], Held]:
@@ -345,47 +347,90 @@ class SiloRuns:
         return key
 
 
-@dataclass(eq=False)
 class _Programs:
-    """The compiled functions of a silo, for one algorithm and its search."""
+    """The compiled functions of silos that have the same method, plan and text."""
 
-    method: AnyMethod
-    plan: Any
-    built: Any
-    data: SiloData
-
-    def __post_init__(self) -> None:
-        built, data = self.built, self.data
-        inits = {BEGIN: built.algorithm.init_silo, SEARCH: built.first_algorithm.init_silo}
-        inits[WITHOUT_START] = inits[BEGIN]
-        self.init = {name: jax.jit(init) for name, init in inits.items()}
-        # The structures of the states that the silo may have.
-        key, both = jax.random.key(0), (inits[SEARCH], inits[BEGIN])
-        self.state_shapes = [jax.eval_shape(init, key, data) for init in both]
-        run_rounds = (*built.opening, built.algorithm.round)
+    def __init__(self, method: AnyMethod, plan: Plan, built: Built):
+        self.built, algorithm = built, built.algorithm
+        self._method, self._lock, self._ran = method, threading.RLock(), set[object]()
+        self._inits = {BEGIN: algorithm.init_silo, SEARCH: built.first_algorithm.init_silo}
+        self._inits[WITHOUT_START] = self._inits[BEGIN]
+        self.init = {name: jax.jit(init) for name, init in self._inits.items()}
+        run_rounds = (*built.opening, algorithm.round)
         # All other exchanges (an evaluation, a correction) leave the silo's state as it is.
         self.stateful = {exchange.name for round_ in run_rounds for exchange in round_.exchanges}
-        self._shapes: dict[ExchangeId, list[MessageShapes]] = {}
-        # The posterior at the silo, by the settings of a message with draws; an exchange, compiled,
-        # with the shapes of the server's message in it, by its id and the silo's number.
+        # Exchanges, compiled; the shapes of the server's message, by those of a silo's data, too.
+        self._compiled: dict[ExchangeId, Exchange[Any, Any, Any]] = {}
+        self._expected: dict[tuple[ExchangeId, Hashable], Any] = {}
+        # The posterior at a silo, by the settings of a message with draws.
         self.posterior: Callable[[str], AtSilo] = lru_cache(MAX_PROGRAMS)(
-            lambda settings: self.method.posterior_at(
-                self.plan, built, ExchangeId(DRAWS, settings).read_settings()
+            lambda settings: method.posterior_at(
+                plan, built, ExchangeId(DRAWS, settings).read_settings()
             )
         )
-        self.exchange = lru_cache(MAX_PROGRAMS)(self._exchange)
 
-    def _exchange(self, asked: ExchangeId, number: int) -> tuple[Exchange[Any, Any, Any], Any]:
-        self.method.check_exchange(self.built, asked, number, self.data)
-        round_, sender = self.method.round_of(self.built, asked)
-        if round_.exchanges[0].id not in self._shapes:
-            if len(self._shapes) == MAX_PROGRAMS:
-                self._shapes.clear()
-            self._shapes[round_.exchanges[0].id] = message_shapes(sender, (round_,), self.data)
-        for exchange, down, _ in self._shapes[round_.exchanges[0].id]:
-            if exchange.id == asked:
-                return exchange.compiled(), down
-        raise unknown_exchange(asked.name)
+    @cached_property
+    def without_start(self) -> _Programs:
+        """Return the programs of the same method for a run without a start."""
+        if self.built.without_start is None:
+            return self
+        return _Programs(self._method, *self.built.without_start())
+
+    def state_shapes(self, data: SiloData) -> list[Any]:
+        """Return the structures of the states that a silo with these data may have."""
+        key, both = jax.random.key(0), (self._inits[SEARCH], self._inits[BEGIN])
+        return [jax.eval_shape(init, key, data) for init in both]
+
+    def exchange(self, asked: ExchangeId, data: SiloData) -> tuple[Exchange[Any, Any, Any], Any]:
+        """Return an exchange, compiled, and the shapes of the message to a silo that holds data."""
+        shapes = signature(data)
+        with self._lock:
+            if (asked, shapes) not in self._expected:
+                if len(self._compiled) >= MAX_PROGRAMS:
+                    self._compiled.clear()
+                    self._expected.clear()
+                    self._ran.clear()
+                round_, sender = self._method.round_of(self.built, asked)
+                for exchange, down, _ in message_shapes(sender, (round_,), data):
+                    self._compiled.setdefault(exchange.id, exchange.compiled())
+                    self._expected[exchange.id, shapes] = down
+            if (asked, shapes) not in self._expected:
+                raise unknown_exchange(asked.name)
+            return self._compiled[asked], self._expected[asked, shapes]
+
+    @contextmanager
+    def one_at_first(self, asked: ExchangeId, data: SiloData) -> Iterator[None]:
+        """Let one silo at a time run a program for the first time, so that one compiles it."""
+        program = asked, signature(data)
+        if program in self._ran:
+            yield
+            return
+        with self._lock:
+            yield
+            self._ran.add(program)
+
+
+# Programs by what they depend on. They hold their method and its model, whose ids are in the key:
+# no other object gets these.
+_SHARED: OrderedDict[Hashable, _Programs] = OrderedDict()
+_BUILDING = threading.Lock()
+
+
+def _programs(method: AnyMethod, plan: Plan) -> _Programs:
+    """Return the programs of a plan, which silos of this process with the same text share."""
+    text = method.fingerprint(plan)
+    if text is None:
+        return _Programs(method, plan, method.build(plan))
+    # As JSON, since a plan may hold NaN, which is not equal to itself.
+    made = recipe(method, "")
+    settings = id(method) if made.lost else json.dumps((made.method, made.settings))
+    key = id(method.model), settings, text, plan.to_json(), is_double()
+    with _BUILDING:
+        found = _SHARED.pop(key, None) or _Programs(method, plan, method.build(plan))
+        _SHARED[key] = found
+        while len(_SHARED) > MAX_PROGRAMS:
+            _SHARED.popitem(last=False)
+        return found
 
 
 def _refuse_unknown(arrays: Mapping[str, np.ndarray]) -> None:

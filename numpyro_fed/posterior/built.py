@@ -113,6 +113,11 @@ class Built:
                 "a message by which a run begins. Give each exchange a name of its own."
             )
 
+    @cached_property
+    def row_checks(self) -> RowChecks:
+        """Return the question whether rows stand alone, of the model."""
+        return RowChecks(self.model)
+
     @property
     def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm whose states a run begins with: that of a search, or of the run."""

@@ -54,7 +54,6 @@ from numpyro_fed.text.clients import (
 )
 from numpyro_fed.text.fingerprint import SOFTWARE, check_terms, terms_of
 from numpyro_fed.text.plan import VERSION, Facts, Plan, facts_of_columns, shared_text
-from numpyro_fed.text.row_checks import RowChecks
 from numpyro_fed.text.values import SupportCheck, as_bucket
 from numpyro_fed.text.vertical import Text, VerticalSplit, is_array, split
 from numpyro_fed.vertical.algorithm import VFLAlgorithm
@@ -292,7 +291,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
             runtime=reach(built.algorithm),
             plan=plan,
             reach=reach,
-            checks=RowChecks(built.model),
+            checks=built.row_checks,
         )
 
     def agree(
@@ -401,6 +400,10 @@ class VerticalMethod(FederatedMethod[Outcome]):
         self, run: RunOutcome, compiled: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> Any:
         return self.result_class(run.losses, run.state, compiled, hosted)
+
+    def fingerprint(self, plan: Plan) -> str | None:
+        """Return None: clients differ in their columns, and share no programs."""
+        return None
 
     def build(self, plan: Plan) -> Built:
         """Return the algorithm from model and plan, the same at every party."""
