@@ -37,6 +37,7 @@ SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
     "fitting.fit.fit",
     "posterior.posterior.Posterior.add",
     "fitting.load.load",
+    "network.silo.Silo.predict",
     "sfvi.method.SFVI",
     "vertical.soul.SOUL",
     "vertical.vfl.VFL",

@@ -61,7 +61,7 @@ def serve(rows, columns, pipe):
     A first byte says of each whether the silo of rows is asked, or the client with columns.
     """
     jax.config.update("jax_enable_x64", True)
-    policy = nf.Policy(min_rows=1, parameters_per_row=10.0)
+    policy = nf.Policy(min_rows=1, parameters_per_row=20.0)
     options = dict(names=NAMES, policy=policy, secret=None, allow_unhidden=True)
     held = {b"r": nf.Silo(rows, **options), b"c": nf.Silo(columns, **options)}
     while message := pipe.recv_bytes():

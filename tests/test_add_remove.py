@@ -48,6 +48,7 @@ def compare(one, other):
     assert one.log_evidence == pytest.approx(other.log_evidence, abs=0.03)
 
 
+@pytest.mark.slow
 def test_a_silo_is_added_in_fewer_exchanges(fitted, of_three, silos):
     more = of_three.add(jax.random.key(1), silos[3])
     assert more.trusted
@@ -138,6 +139,7 @@ def test_silos_in_other_processes_come_and_go(fitted, of_three, silos):
         of_three.add(KEY, nf.Federation(InMemory(answers)))
 
 
+@pytest.mark.slow
 def test_modes_that_a_removed_silo_has_ruled_out_come_back():
     """Two silos know the square alone; the third one knows the sign, and goes."""
 

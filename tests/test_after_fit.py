@@ -8,6 +8,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import slow_but
 from numpyro.contrib.control_flow import scan
 
 import numpyro_fed as nf
@@ -69,6 +70,7 @@ def close(draws, mean, variance, margin=0.1):
     np.testing.assert_allclose(draws.std(0), np.sqrt(variance), rtol=0.05)
 
 
+@pytest.mark.slow
 def test_a_known_silo_has_its_own_effect(fitted, silos):
     mean, covariance = exact(silos)
     for j in (0, 2):
@@ -160,7 +162,7 @@ def of_rows(outcome):
     return split(text, data), data[0]
 
 
-@pytest.mark.parametrize("kind", OUTCOMES)
+@pytest.mark.parametrize("kind", slow_but(OUTCOMES, 1, 2))
 def test_the_mean_is_what_draws_of_an_outcome_tend_to(kind):
     outcome, expected = OUTCOMES[kind]
     fm, data = of_rows(outcome)
@@ -205,6 +207,7 @@ def test_an_outcome_without_a_mean_says_so(outcome, words):
         check_means(fm, predictor(fm, mean=True).many(KEY, {}, dict(mu=np.zeros(2)), data))
 
 
+@pytest.mark.slow
 def test_all_results_predict_alike(fitted):
     """The correction, and the run behind it, by the same draws of what is new."""
     draws = [
@@ -283,6 +286,7 @@ def test_silos_left_out_have_their_predictive_density(fitted, silos):
     assert table.to_frame().loc[1, "log_density"] == table.log_density[1]
 
 
+@pytest.mark.slow
 def test_a_silo_with_most_of_the_rows_is_left_out_by_draws_without_it(silos):
     """Draws of the posterior say nothing of the posterior without it; others are weighed."""
     r = np.random.default_rng(5)
@@ -303,6 +307,7 @@ def far(y):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["double", "single"])
 def test_silos_that_are_thousands_of_nats_apart_are_left_out(precision):
     r = np.random.default_rng(0)
@@ -324,6 +329,7 @@ def test_silos_that_are_thousands_of_nats_apart_are_left_out(precision):
         assert table.log_density[j] == pytest.approx(density, abs=margin)
 
 
+@pytest.mark.slow
 def test_particles_are_left_out_by_their_own_weights():
     silos = [dict(y=np.random.default_rng(j).normal(1, 1, 20)) for j in range(3)]
     run = nf.SFVI(far).run(KEY, 0, silos, **QUIET)
@@ -345,6 +351,7 @@ def test_parameters_of_silos_are_not_made_up_for_new_rows():
         run.predict(KEY, dict(y=None, n=4))
 
 
+@pytest.mark.slow
 def test_outcomes_of_yes_or_no_are_predicted_for_a_known_silo():
     """Without its outcome in the data the site has no observed value, and is no latent either."""
 

@@ -46,6 +46,7 @@ GROUPS = (
 )
 
 
+@pytest.mark.slow
 def test_all_groups_are_of_the_same_draws(fitted, silos, tmp_path):
     data = fitted.to_arviz(KEY, 400, groups=GROUPS)
     mu, s = (np.asarray(data["posterior"][name])[0] for name in ("mu", "s"))
@@ -148,6 +149,7 @@ def nuts(silos):
     return nf.run_nuts(KEY, model, silos, num_warmup=300, num_samples=1_000, **QUIET)
 
 
+@pytest.mark.slow
 def test_draws_of_nuts_predict_and_are_drawn_alike(nuts, fitted):
     mine, its = (f.sample_posterior(KEY, 900)["mu"] for f in (fitted, nuts))
     assert float(its.mean()) == pytest.approx(
@@ -193,6 +195,7 @@ def nuts_of_wards():
     return nf.run_nuts(KEY, wards, silos, num_chains=2, **small, **QUIET)
 
 
+@pytest.mark.slow
 def test_draws_of_nuts_have_all_groups_with_their_chains(nuts_of_wards):
     nuts = nuts_of_wards
     data = nuts.to_arviz(groups="all")
@@ -224,6 +227,7 @@ def test_draws_of_nuts_at_random_belong_to_their_groups(nuts_of_wards):
     np.testing.assert_allclose(data["log_prior"]["globals"], prior.sum(-1), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_axes_and_elements_have_names(nuts_of_wards, tmp_path):
     """Latents of a plate that of the plate, and others those that the user gives."""
     silos = silos_with_wards(1, 2, 1)
@@ -365,6 +369,7 @@ def test_prior_draws_and_their_predictions_belong_together(fitted):
     assert np.corrcoef(np.asarray(data["prior"]["mu"])[0], mean)[0, 1] > 0.9
 
 
+@pytest.mark.slow
 def test_outcomes_of_several_plates_have_axes_of_their_own():
     """Visits of patients, costs of wards without latents, and a name that an argument has."""
 

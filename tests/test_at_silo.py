@@ -143,6 +143,7 @@ def agree(runs, hospitals, silos_asked):
             np.testing.assert_allclose(values, expected[site], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_numbers_at_a_silo_are_those_of_one_process():
     agree(quick(), (1, 1), [1])
 

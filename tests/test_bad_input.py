@@ -11,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import slow_but
 from laid_open import kept_fits, laid_open, put_in_place
 from numpyro.distributions import constraints
 
@@ -351,12 +352,16 @@ def holds_the_last_good_state(error, fit, silos, **kwargs):
 @pytest.mark.parametrize("runtime", ["simulation", "host"])
 @pytest.mark.parametrize(
     ("silos", "model", "expected"),
-    [
-        (walls(50.0, 3.0, 40.0), walled, (1,)),
-        (walls(50.0, 40.0, 3.0, 41.0, sizes=(3, 4, 2, 3)), walled, (2,)),
-        (walls(3.0, 50.0, 3.0, sizes=(1, 5, 2), kinds="aba"), walled_kind, (0, 2)),
-        (walls(50.0, 3.0, 50.0, sizes=(1, 5, 2), kinds="aba"), walled_kind, (1,)),
-    ],
+    slow_but(
+        [
+            (walls(50.0, 3.0, 40.0), walled, (1,)),
+            (walls(50.0, 40.0, 3.0, 41.0, sizes=(3, 4, 2, 3)), walled, (2,)),
+            (walls(3.0, 50.0, 3.0, sizes=(1, 5, 2), kinds="aba"), walled_kind, (0, 2)),
+            (walls(50.0, 3.0, 50.0, sizes=(1, 5, 2), kinds="aba"), walled_kind, (1,)),
+        ],
+        1,
+        2,
+    ),
     ids=["one shape", "padded", "two buckets", "another bucket"],
 )
 def test_the_silo_that_fails_is_named_and_nothing_is_lost(runtime, silos, model, expected):
@@ -394,6 +399,7 @@ def server_wall(y):
         numpyro.sample("y", dist.Normal(z, 1), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["simulation", "host"])
 def test_no_silo_is_blamed_for_the_server(runtime):
     silos = [{"y": np.full(4, 10.0, np.float32)}] * 2
@@ -465,12 +471,15 @@ def test_draws_that_change_nothing_are_warned_about():
 @pytest.mark.parametrize("size", [1.0, 1e6])
 @pytest.mark.parametrize(
     "outcome",
-    [
-        lambda eta: dist.Gamma(3, 3 * jnp.exp(-eta)),
-        lambda eta: dist.Poisson(jnp.exp(eta)),
-        lambda eta: dist.Bernoulli(logits=eta),
-        lambda eta: dist.Normal(eta, 1),
-    ],
+    slow_but(
+        [
+            lambda eta: dist.Gamma(3, 3 * jnp.exp(-eta)),
+            lambda eta: dist.Poisson(jnp.exp(eta)),
+            lambda eta: dist.Bernoulli(logits=eta),
+            lambda eta: dist.Normal(eta, 1),
+        ],
+        1,
+    ),
     ids=["gamma", "poisson", "bernoulli", "normal"],
 )
 def test_rows_that_read_others_are_found_beside_a_column_of_large_numbers(outcome, size):

@@ -90,6 +90,7 @@ def test_moments_exist_where_the_index_of_the_tail_is_above_their_order(name, se
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", [stats.lognorm(1), stats.invgamma(3), stats.gamma(0.1)])
 @pytest.mark.parametrize("number", [2_000, 16_000])
 def test_what_has_an_sd_is_never_said_to_have_none(distribution, number):

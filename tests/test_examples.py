@@ -83,6 +83,7 @@ def test_the_six_cities_data_are_those_of_the_study():
     assert [len(s["y"]) for s in six_cities.silos()] == [300, 237]
 
 
+@pytest.mark.slow
 def test_six_cities_refuses_options_of_the_benchmark_without_all():
     command = [sys.executable, EXAMPLES / "six_cities.py", "--averages"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
-from cases import mark_slow
+from cases import mark_slow, slow_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpyro.distributions import biject_to
@@ -134,7 +134,7 @@ def check(actual, desired, rtol=1e-7, atol=1e-9):
     jax.tree.map(same, actual, desired)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(FAMILIES, 1, 2))
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**31), spread=st.floats(0.1, 2.0))
 def test_parameters_go_round_and_identities_hold(name, seed, spread):
@@ -151,7 +151,7 @@ def test_parameters_go_round_and_identities_hold(name, seed, spread):
     assert fact["proper"]
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("name", slow_but(SINGLE, 1, 2))
 def test_log_density_is_numpyros_with_the_log_determinant(name):
     family = FAMILIES[name]
 
@@ -193,7 +193,7 @@ def test_density_integrates_to_one(family, half):
     assert abs(np.trapezoid(density, z) - 1) < 1e-8
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("name", slow_but(SINGLE, 1, 2))
 def test_draws_have_the_moments_and_their_gradients(name):
     family, psi = FAMILIES[name], parameters(name, spread=0.5)
     n = 4_000
@@ -224,7 +224,7 @@ def test_draws_have_the_moments_and_their_gradients(name):
         assert (np.abs(values.mean(0) - expected) < 4 * error).all()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(FAMILIES, 1, 2))
 def test_the_spread_is_that_of_draws_and_increments_are_differences(name, double):
     """Five standard errors of a mean, and of a standard deviation at a kurtosis of six."""
     family, n = FAMILIES[name], 20_000
@@ -255,7 +255,7 @@ def test_proper_refuses_a_mean_that_overflows(covariance):
     assert not jax.jit(family.proper)(eta)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(FAMILIES, 1, 2))
 @pytest.mark.parametrize("double", [True, False])
 def test_fit_recovers_natural_parameters(name, double):
     with jax.enable_x64(double):
@@ -336,7 +336,7 @@ def slopes(name):
     return at(parameters(name))
 
 
-@pytest.mark.parametrize("name", BETA_SLOW)
+@pytest.mark.parametrize("name", slow_but(FAMILIES, 1, 2))
 def test_dual_gradient_is_the_gradient_in_the_mean_parameters(name):
     found = slopes(name)
     check(found["dual"], found["through the moments"], rtol=1e-6, atol=1e-7)
@@ -492,7 +492,7 @@ def test_centre_is_the_mean_of_x_mapped(name):
     check(*both(parameters(name)))
 
 
-@pytest.mark.parametrize("family", [expfam.gamma((7,)), expfam.dirichlet((2,), 4)])
+@pytest.mark.parametrize("family", slow_but([expfam.gamma((7,)), expfam.dirichlet((2,), 4)], 0))
 def test_extreme_shapes(family):
     """Shapes from 1e-3 to 1e4 come back from their means, and draws stay finite."""
     eta = jax.tree.map(

@@ -279,6 +279,7 @@ def normal(y):
         numpyro.sample("y", dist.Normal(mu, 2), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "ended"),
     [
@@ -377,6 +378,7 @@ def test_replies_are_used_as_they_arrive(normal_silos, double):
     np.testing.assert_allclose(found.mean, share @ sums / 2**2 / precision, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_asynchronous_rounds_go_on_in_a_new_process(double, tmp_path):
     """Replies that came before come again in their order; a silo that is away is not waited for."""
     silos = silos_of(numbers(), tmp_path, names={"normal": normal})
@@ -394,6 +396,7 @@ def test_asynchronous_rounds_go_on_in_a_new_process(double, tmp_path):
     assert 2 in late.visits
 
 
+@pytest.mark.slow
 def test_a_callback_may_ask_silos_between_asynchronous_rounds(normal_silos, double):
     evidence = []
     there = federation_of(normal_silos, at_once=2)
@@ -406,6 +409,7 @@ def test_a_callback_may_ask_silos_between_asynchronous_rounds(normal_silos, doub
     assert nf.importance_correct(KEY, result, 100).ess > 0
 
 
+@pytest.mark.slow
 def test_a_reply_that_is_spoilt_ends_asynchronous_rounds_with_their_result(normal_silos):
     class Spoils(InMemory):
         def send(self, silo, message, timeout):
@@ -552,6 +556,7 @@ def heavy(y):
         numpyro.sample("y", dist.StudentT(4, mu, 2), obs=y)
 
 
+@pytest.mark.slow
 def test_a_fit_keeps_its_stages_where_a_silo_is_away():
     names = {"heavy": heavy}
     away = Leaves(silos_of(numbers(), names=names), "importance", range(1_000))
@@ -563,6 +568,7 @@ def test_a_fit_keeps_its_stages_where_a_silo_is_away():
     assert np.isfinite(fitted.sample_posterior(KEY, 10)["mu"]).all()
 
 
+@pytest.mark.slow
 def test_exchanges_come_in_the_order_of_the_policy(tmp_path):
     ordered = nf.Policy(exchanges=("sfvi", "importance"), in_order=True)
 

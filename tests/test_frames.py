@@ -14,6 +14,7 @@ import numpyro.distributions as dist
 import pandas as pd
 import polars as pl
 import pytest
+from cases import slow_but
 from numpyro.infer.util import log_density
 
 import numpyro_fed as nf
@@ -251,7 +252,7 @@ def total(model, silo, at):
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("name", OUTCOMES)
+@pytest.mark.parametrize("name", slow_but(OUTCOMES, 0, 2))
 def test_a_row_whose_outcome_is_missing_adds_exactly_nothing(name):
     model, outcomes = OUTCOMES[name]
     x, y = np.linspace(0.2, 1.5, 6), np.array(outcomes)
@@ -288,6 +289,7 @@ def with_and_without():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_a_posterior_is_that_of_the_rows_whose_outcome_is_there():
     holed, kept = with_and_without()

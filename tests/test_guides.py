@@ -8,6 +8,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import slow_but
 from numpyro.infer import autoguide
 from numpyro.infer.initialization import init_to_value
 from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
@@ -355,7 +356,7 @@ AUTOGUIDES = {
 }
 
 
-@pytest.mark.parametrize("name", AUTOGUIDES)
+@pytest.mark.parametrize("name", slow_but(AUTOGUIDES, 0, 2))
 def test_an_autoguide_of_the_globals(x64, name):
     auto = getattr(autoguide, name)(three_globals, **AUTOGUIDES[name])
     guide = from_autoguide(auto, 3)
@@ -393,6 +394,7 @@ def test_a_fit_with_an_autoguide_of_the_globals_lowers_the_loss(name):
     assert result.sample_posterior(KEY, 4)["m"].shape == (4, 3)
 
 
+@pytest.mark.slow
 def test_a_low_rank_autoguide_learns_its_factor():
     def model(y):  # only the sum of the two is seen: their posterior correlation is near -1
         m = numpyro.sample("m", dist.Normal(0, 1).expand([2]).to_event(1))
@@ -596,7 +598,7 @@ LOC, ROOT = jnp.array([3.0, -2.0, 500.0, 0.0]), np.diag([1e-3, 1.0, 30.0, 2.0])
 
 
 @pytest.mark.parametrize("root", [ROOT + np.tril(np.outer(np.diag(ROOT), [1, 1, 1, 1]), -1), ROOT])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, 1))
 def test_densities_in_a_frame_are_those_of_draws(kind, root, double):
     """By the change of variables where noise is standard, and by what is said of the guide."""
     guide = KINDS[kind]
@@ -631,7 +633,7 @@ def test_densities_in_a_frame_are_those_of_draws(kind, root, double):
         np.testing.assert_allclose(densities["said"], log_q, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, 1))
 def test_a_run_without_a_start_begins_where_it_was_told(kind):
     """Whatever the order in which a guide holds the globals."""
 

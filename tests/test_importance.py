@@ -133,6 +133,7 @@ def test_an_exact_guide_gives_the_evidence_at_every_draw():
     assert "The globals of the fit can be trusted" in fixed.report()
 
 
+@pytest.mark.slow
 def test_a_correction_is_corrected_anew_from_its_fit():
     fit = conjugate_at((3, 7))
     first = nf.importance_correct(KEY, fit, 300, 20)
@@ -177,6 +178,7 @@ def test_weights_do_not_depend_on_how_many_draws_run_at_a_time(monkeypatch):
 # --- a wrong guide is repaired ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", mark_slow_tuples((10,), quick=((3, 7), (1,) * 10)))
 def test_the_evidence_is_within_its_standard_error(sizes):
     """The mean of S weights with ESS effective draws is off by sqrt(1 / ESS - 1 / S) of itself."""

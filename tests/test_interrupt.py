@@ -109,6 +109,7 @@ def test_between_a_rounds_report_and_its_state(monkeypatch):
     assert len(found.losses) == int(found.state.round) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [SFVI, PVI], ids=["SFVI", "PVI"])
 def test_before_the_first_round_is_done(monkeypatch, method):
     put_in_place(monkeypatch, "all_finite", ctrl_c)
@@ -156,6 +157,7 @@ def test_factors_before_it_are_kept(runtime):
     assert np.isfinite(float(found.posterior()["mu"].mean))
 
 
+@pytest.mark.slow
 def test_vertical_rounds_before_it_are_kept():
     text = models.sum_of_clients()
     vfl = nf.VFL(text, start=None)

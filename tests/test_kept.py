@@ -116,6 +116,7 @@ def test_a_log_that_others_can_read_is_closed_to_them(tmp_path):
     log_privately(os.devnull, {})
 
 
+@pytest.mark.slow
 def test_a_log_of_another_user_is_written_with_a_warning(tmp_path, monkeypatch):
     def refused(file, mode):
         raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -164,6 +165,7 @@ def held_elsewhere(tmp_path):
     process.wait()
 
 
+@pytest.mark.slow
 def test_a_folder_is_used_by_one_process(held_elsewhere, caplog):
     """The server hears it without the folder's path, which tells of the machine."""
     folder, process = held_elsewhere

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import mark_slow
+from cases import slow_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.scipy.linalg import solve_triangular
@@ -89,9 +89,7 @@ def of_lapack(A, B):
     return jnp.sum(jnp.sin(first)) + jnp.sum(lapack_solve(L, first, True) ** 2)
 
 
-@pytest.mark.parametrize(
-    ("d", "shape"), mark_slow(product([1, 4, 9], [(), (3,)]), [(1, ()), (4, ())])
-)
+@pytest.mark.parametrize(("d", "shape"), slow_but(product([1, 4, 9], [(), (3,)]), 3))
 def test_derivatives_up_to_the_second_are_lapacks(d, shape, double):
     A, B = stack(0, shape, d), right(0, shape, d, 2)
     direction = right(1, shape, d, d), right(2, shape, d, 2)
@@ -214,7 +212,7 @@ def test_eigenvalues_of_unlike_size_keep_their_digits(entries):
     assert jnp.isnan(linalg.eigh(jnp.full((2, 2), jnp.nan))[0]).all()
 
 
-@pytest.mark.parametrize("d", [2, 8, 9, 40])
+@pytest.mark.parametrize("d", slow_but([2, 8, 9, 40], 1, 2))
 def test_no_stack_goes_to_lapack(d):
     """A kernel for a single matrix waits for no other thread; one for a stack does."""
 

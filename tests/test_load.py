@@ -80,6 +80,7 @@ def test_a_correction_is_read_without_its_model(corrected, tmp_path):
     assert equal(saved.sample_posterior(KEY, 50), corrected.sample_posterior(KEY, 50))
 
 
+@pytest.mark.slow
 def test_what_fit_returns_is_read_without_its_model(fitted, tmp_path):
     fitted.save(tmp_path / "fit")
     saved = nf.load(tmp_path / "fit")

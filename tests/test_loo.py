@@ -78,6 +78,7 @@ def rows_of(table):
     return np.concatenate([silo.log_density for silo in table.silos])
 
 
+@pytest.mark.slow
 def test_rows_have_their_density_given_all_others(fitted, silos):
     """The hospital's effect is drawn, and that of the row is integrated out by quadrature."""
     table, expected = fitted.loo(), exact(silos, 1.0, 1.5**2 + 1)
@@ -97,6 +98,7 @@ def test_rows_whose_latents_are_drawn_have_the_same_density(fitted, silos):
     np.testing.assert_allclose(rows_of(drawn.loo()), exact(silos, 1.0, 1.5**2 + 1), atol=0.1)
 
 
+@pytest.mark.slow
 def test_a_row_far_from_all_others_is_not_known(silos):
     """One row tells all that is known of its coefficient, and the others' say nothing of it."""
 
@@ -130,6 +132,7 @@ def test_no_row_is_unknown_of_few_that_say_little(seed):
     assert nf.fit(KEY, logistic, data, **QUIET).loo().num_bad == 0
 
 
+@pytest.mark.slow
 def test_arviz_reads_rows_and_compares_models(fitted, without_effects, silos):
     one, other = fitted.loo(), without_effects.loo()
     np.testing.assert_allclose(rows_of(other), exact(silos, 0.0, 1.5**2), atol=0.1)
@@ -164,6 +167,7 @@ def test_models_of_other_data_are_not_compared(without_effects, silos):
         nf.compare_models([without_effects, fewer])
 
 
+@pytest.mark.slow
 def test_rows_that_read_others_latents_are_refused():
     def walk(y):
         s = numpyro.sample("s", dist.Normal(0, 1))
@@ -178,6 +182,7 @@ def test_rows_that_read_others_latents_are_refused():
         fixed.loo()
 
 
+@pytest.mark.slow
 def test_silos_elsewhere_send_sums_alone(without_effects, silos):
     """Five numbers a silo, which add up to what one process knows."""
     policy = nf.Policy(min_rows=1, parameters_per_row=1.0)

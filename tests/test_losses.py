@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+from cases import slow_but
 from scipy import integrate, stats
 
 from numpyro_fed.basics.errors import ModelError
@@ -159,17 +160,21 @@ def test_a_label_that_is_wrong_costs_at_most_one_over_delta():
 
 @pytest.mark.parametrize(
     ("build", "at", "values"),
-    [
-        (lambda x: dist.Bernoulli(logits=x), [-50.0, 0.0, 50.0], [1, 1, 0]),
-        (lambda x: dist.Bernoulli(x), [0.0, 0.5, 1.0], [1, 1, 0]),
-        (lambda x: dist.Categorical(logits=x), [50.0, -50.0, 0.0], 1),
-        (lambda x: dist.Categorical(x), [0.0, 1.0, 0.0], 0),
-        (lambda x: dist.Binomial(9, logits=x), [-50.0, 0.0, 50.0], [9, 4, 0]),
-        (lambda x: dist.Binomial(9, x), [0.0, 0.5, 1.0], [1, 5, 8]),
-        (lambda x: dist.Binomial(jnp.array(9000), logits=x), [-50.0, 0.0, 50.0], [9000, 4, 0]),
-        (lambda x: dist.Poisson(x), [1e-20, 1.0, 64.0, 1e6], [3, 0, 64, 2]),
-        (lambda x: dist.Normal(x, 1.0), [0.0, 0.0], [0.0, 1e6]),
-    ],
+    slow_but(
+        [
+            (lambda x: dist.Bernoulli(logits=x), [-50.0, 0.0, 50.0], [1, 1, 0]),
+            (lambda x: dist.Bernoulli(x), [0.0, 0.5, 1.0], [1, 1, 0]),
+            (lambda x: dist.Categorical(logits=x), [50.0, -50.0, 0.0], 1),
+            (lambda x: dist.Categorical(x), [0.0, 1.0, 0.0], 0),
+            (lambda x: dist.Binomial(9, logits=x), [-50.0, 0.0, 50.0], [9, 4, 0]),
+            (lambda x: dist.Binomial(9, x), [0.0, 0.5, 1.0], [1, 5, 8]),
+            (lambda x: dist.Binomial(jnp.array(9000), logits=x), [-50.0, 0.0, 50.0], [9000, 4, 0]),
+            (lambda x: dist.Poisson(x), [1e-20, 1.0, 64.0, 1e6], [3, 0, 64, 2]),
+            (lambda x: dist.Normal(x, 1.0), [0.0, 0.0], [0.0, 1e6]),
+        ],
+        0,
+        7,
+    ),
 )
 def test_values_and_gradients_are_finite_at_extremes(build, at, values):
     suited = LOSSES[1:] if build(jnp.array(at)).support.is_discrete else LOSSES[1:3]

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from apart import Apart
+from cases import slow_but
 from numpyro.contrib.control_flow import scan
 from numpyro.infer import Predictive
 from scipy import stats
@@ -350,7 +351,11 @@ def programs_of_methods(names):
     return [n for n in names if n.removeprefix("jit(").rstrip(")") not in CHECKS | OPERATIONS]
 
 
-@pytest.mark.parametrize(("model", "silos", "kind", "words"), MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize(
+    ("model", "silos", "kind", "words"),
+    slow_but(MALFORMED.values(), *range(0, len(MALFORMED), 3)),
+    ids=MALFORMED,
+)
 def test_malformed_input_is_refused_before_a_method_compiles(model, silos, kind, words, compiled):
     with pytest.raises(kind, match=words):
         nf.fit(KEY, model, silos, **QUIET)
@@ -368,7 +373,9 @@ def test_there_are_forty_of_them():
     assert len(MALFORMED) >= 40
 
 
-@pytest.mark.parametrize("name", ["a column of outcomes", "centred", "Bernoulli 1 and 2"])
+@pytest.mark.parametrize(
+    "name", slow_but(["a column of outcomes", "centred", "Bernoulli 1 and 2"], 1)
+)
 @pytest.mark.parametrize(
     "ask",
     [
@@ -590,7 +597,9 @@ LEGIT = {
 
 
 @pytest.mark.filterwarnings("ignore:the model's log density changes")
-@pytest.mark.parametrize(("model", "silos"), LEGIT.values(), ids=LEGIT)
+@pytest.mark.parametrize(
+    ("model", "silos"), slow_but(LEGIT.values(), *range(0, len(LEGIT), 3)), ids=LEGIT
+)
 def test_models_of_many_kinds_are_not_refused(model, silos):
     nf.SFVI(model, start=None).cost(silos)
 
@@ -650,6 +659,7 @@ def fitted_hospitals():
     return nf.SFVI(hospitals, start=None).run(KEY, 3, silos, **QUIET), silos
 
 
+@pytest.mark.slow
 def test_an_index_of_new_data_beyond_the_silos_plate_is_refused(fitted_hospitals):
     result, _ = fitted_hospitals
     predict = Predictive(hospitals, guide=result.guide_at(1), num_samples=3)

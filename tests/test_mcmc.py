@@ -301,6 +301,7 @@ def test_samples_are_on_their_supports_with_parameters_held_at_the_fit():
         np.testing.assert_allclose(shifted, b + silo["x"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_without_a_fit_parameters_are_at_their_initial_values():
     data = read(centred_silos())
     layout, buckets = layout_and_buckets(centred, data)

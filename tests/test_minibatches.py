@@ -344,6 +344,7 @@ def test_a_silo_that_was_away_has_the_guide_that_it_had(double, framed):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -400,6 +401,7 @@ def test_a_silo_that_does_not_take_part_keeps_its_state_and_the_count_of_its_opt
     jax.tree.map(np.testing.assert_array_equal, again.state.silos, result.state.silos)
 
 
+@pytest.mark.slow
 def test_losses_are_minus_the_bound_of_all_silos_whatever_the_schedule():
     """Steps of nothing: each round looks at the same guide, by other draws."""
     silos = silos_of("plain", (5, 5, 5, 5))

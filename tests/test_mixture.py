@@ -181,6 +181,7 @@ def test_a_log_scale_has_most_effective_draws_of_a_bent_mixture(double):
     assert w.sum() ** 2 / (w**2).sum() > 0.85 * len(w)
 
 
+@pytest.mark.slow
 def test_draws_of_several_proposals_are_weighed_as_one():
     """The evidence of a normal model, from a proposal that is off and one that is right."""
     y = np.random.default_rng(0).normal(1, 1, 12)

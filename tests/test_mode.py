@@ -7,6 +7,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from cases import slow_but
 from problems import cut, grouped, raw_rows, regression
 from scipy import optimize, stats
 
@@ -260,7 +261,7 @@ def link_model(outcome):
     return model
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e3, 1e8])
+@pytest.mark.parametrize("scale", slow_but([1e-6, 1e3, 1e8], 2))
 @pytest.mark.parametrize(
     ("outcome", "drawn"),
     [

@@ -61,6 +61,7 @@ def by_hand(nuts, silos):
     return values.reshape(2, 1_000, -1)
 
 
+@pytest.mark.slow
 def test_rows_have_arvizs_numbers_of_the_same_draws(nuts, silos):
     values = by_hand(nuts, silos)
     table = nuts.loo()
@@ -81,6 +82,7 @@ def test_rows_have_arvizs_numbers_of_the_same_draws(nuts, silos):
     assert 0 < table.num_draws <= 2_000
 
 
+@pytest.mark.slow
 def test_a_fit_leaves_rows_out_as_nuts_does(nuts, fitted):
     one, other = nuts.loo(), fitted.loo()
     assert one.num_rows == other.num_rows

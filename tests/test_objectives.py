@@ -10,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import slow_but
 from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
@@ -207,7 +208,7 @@ def wards_case(draws, ward=(0,), y=(2,)):
     return p, start_of(p)
 
 
-@pytest.mark.parametrize("draws", [{}, {"row": 3}, {"ward": 4}, {"ward": 3, "row": 2}])
+@pytest.mark.parametrize("draws", slow_but([{}, {"row": 3}, {"ward": 4}, {"ward": 3, "row": 2}], 3))
 def test_the_bound_of_an_outer_plate_is_a_log_mean_exp_of_the_whole_silo(x64, draws):
     p, at = wards_case(draws, (0, 1, 1), (0, 2, 1))
     noise = {k: e[:, 1] for k, e in p.bound.noise(KEY, p.sizes[0], 2).items()}
@@ -225,8 +226,8 @@ def test_the_bound_of_an_outer_plate_is_a_log_mean_exp_of_the_whole_silo(x64, dr
     # two points that are added.
     [
         pytest.param(1, 1, 12, 1e-12, marks=pytest.mark.slow),  # the ELBO, to which it is compared
-        (1, 2, 20, 1e-4),
-        (2, 1, 20, 1e-4),
+        pytest.param(1, 2, 20, 1e-4, marks=pytest.mark.slow),
+        pytest.param(2, 1, 20, 1e-4, marks=pytest.mark.slow),
         (2, 2, 7, 1e-2),
     ],
 )

@@ -65,6 +65,7 @@ def asked_of(run, n=20):
     return own_rows.silos_at_draws(run, jax.random.fold_in(KEY, 2), draws, silos)
 
 
+@pytest.mark.slow
 def test_silos_of_many_sizes_share_a_program_and_keep_their_numbers(
     run, silos, monkeypatch, compiled
 ):

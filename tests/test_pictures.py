@@ -46,6 +46,7 @@ def closed():
     pyplot.close("all")
 
 
+@pytest.mark.slow
 def test_latents_of_all_silos_stand_side_by_side(fitted):
     together = fitted.sample_posterior(KEY, 200, silo="all")
     assert together["u"].shape == (200, 3)
@@ -82,6 +83,7 @@ def test_globals_are_drawn_over_their_prior(fitted):
         fitted.plot(["tau"])
 
 
+@pytest.mark.slow
 def test_effects_are_drawn_in_their_order_with_what_a_silo_says_alone(fitted):
     ax = fitted.plot_silos("u").axes[0]
     assert [t.get_text() for t in ax.get_yticklabels()] == ["silo 0", "silo 1", "silo 2"]
@@ -164,6 +166,7 @@ def test_effects_of_two_elements_have_a_panel_each_with_silos_in_one_order():
     np.testing.assert_allclose(second.lines[0].get_xdata(), draws[:, ::-1, 1].mean(0))
 
 
+@pytest.mark.slow
 def test_effects_whose_silos_are_the_last_axis_are_drawn_by_silo():
     def two_of_each(n_hospitals, hospital, y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))

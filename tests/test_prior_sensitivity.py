@@ -33,6 +33,7 @@ def fitted(silos):
     return nf.fit(KEY, model, silos, **QUIET)
 
 
+@pytest.mark.slow
 def test_a_prior_far_from_the_data_is_told(fitted):
     table = fitted.prior_sensitivity()
     assert table.names == ("b[0]", "b[1]", "mu", "s")

@@ -373,6 +373,7 @@ def test_without_noise_the_posterior_is_the_exact_one_but_for_its_count(without_
     assert float(server.loc.item()) == pytest.approx(mean, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_raw_covariates_are_found_and_the_noise_is_counted():
     data = rows(20_000)
     silos = cut(data, (12_000, 8_000))
@@ -443,6 +444,7 @@ def test_a_step_that_was_cut_short_is_not_near(without_noise):
     assert draws.std() == pytest.approx(float(server.root.item()), rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_search_does_not_end_at_a_short_step_behind_a_long_one():
     """Clips are long while the log scale is far too low, and beside their noise steps look short.
 
@@ -459,6 +461,7 @@ def test_a_search_does_not_end_at_a_short_step_behind_a_long_one():
         assert result.settled, result.doubt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [pytest.param((800, 1_200), marks=pytest.mark.slow), (200, 300)])
 def test_of_few_rows_the_posterior_is_wide_and_not_elsewhere(sizes):
     """None of 200 such fits was six sds off. Before, one in twenty was, and many of 500 rows."""
@@ -597,7 +600,7 @@ def federation_of(model, silos, **options):
     return nf.Federation(engine, names=dict(model=model), secure_sum=secure)
 
 
-@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("secure", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_silos_elsewhere_add_their_own_noise(secure):
     r = np.random.default_rng(0)
     silos = [dict(y=r.normal(40, 5, n)) for n in (3_000, 2_000, 4_000)]

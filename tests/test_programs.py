@@ -74,6 +74,7 @@ def test_compiled_programs_are_kept_in_the_folder(tmp_path, settings_again):
     }
 
 
+@pytest.mark.slow
 def test_a_first_fit_compiles_few_programs_and_runs_the_text_a_few_times(tmp_path):
     """In a process of its own: programs of other tests would be found again."""
     script = Path(__file__).resolve().parents[1] / "benchmarks" / "first_answer.py"

@@ -168,6 +168,7 @@ def test_local_free_energies_sum_to_the_global_one():
     np.testing.assert_allclose(total + log_z, result.log_evidence[-1], atol=0.02)
 
 
+@pytest.mark.slow
 def test_stale_posteriors_lead_to_the_exact_one():
     model, rows, exact = mean()
     schedule = nf.schedules.Asynchronous([1.0, 1.0, 4.0])

@@ -7,7 +7,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from cases import mark_slow
+from cases import slow_but
 from jax.flatten_util import ravel_pytree
 from laid_open import inside, laid_open
 from problems import cut, glmm_silos
@@ -52,7 +52,7 @@ def run_beside(local):
     return result.posterior()["m"]
 
 
-@pytest.mark.parametrize("name", mark_slow(SOLVERS, ["optax"]))
+@pytest.mark.parametrize("name", slow_but(SOLVERS, 0))
 def test_every_local_optimiser_finds_the_tilted_distribution_and_takes_no_nan(name):
     """Property 2.1: the local free energy is largest where ``q`` is closest to it.
 
@@ -78,6 +78,7 @@ def test_a_closed_form_is_the_tilted_distribution():
     np.testing.assert_allclose(q.variance, 1 / 5, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_local_optimiser_with_patience_takes_no_nan():
     run_beside(nf.local.Optax(steps=40, patience=3))
 

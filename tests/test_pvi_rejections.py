@@ -20,6 +20,7 @@ def with_scale(y, s):
         numpyro.factor("y", -0.5 * ((y - m) / s) ** 2)
 
 
+@pytest.mark.slow
 def test_silos_that_have_not_been_visited_are_named():
     model, rows, _ = mean()
     pvi = nf.PVI(model, schedule=nf.schedules.Random(1), start=None)

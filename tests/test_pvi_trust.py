@@ -8,7 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from cases import mark_slow
+from cases import mark_slow, slow_but
 from laid_open import for_the_prior, put_in_place
 from problems import cut
 from pvi_problems import KEY, QUIET, logistic, logistic_rows, mean
@@ -78,12 +78,16 @@ def raw(offset, columns=2, n=20):
 
 @pytest.mark.parametrize(
     ("likelihood", "scale", "offset", "columns", "expected"),
-    [
-        (dist.Normal, 1e6, 1e4, 2, True),
-        (dist.Normal, 1e3, 1e8, 120, True),
-        (dist.Laplace, 100.0, 50.0, 2, False),
-        (lambda m, s: dist.StudentT(3, m, 50 * s), 1e3, 1e3, 2, False),
-    ],
+    slow_but(
+        [
+            (dist.Normal, 1e6, 1e4, 2, True),
+            (dist.Normal, 1e3, 1e8, 120, True),
+            (dist.Laplace, 100.0, 50.0, 2, False),
+            (lambda m, s: dist.StudentT(3, m, 50 * s), 1e3, 1e3, 2, False),
+        ],
+        0,
+        2,
+    ),
     ids=["normal", "normal of 120", "laplace", "student"],
 )
 def test_a_likelihood_is_conjugate_only_if_it_is_so_far_away(

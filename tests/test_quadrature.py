@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from cases import slow_but
 from scipy import integrate, special, stats
 
 import numpyro_fed as nf
@@ -68,7 +69,7 @@ def hospitals(hospital, n_hospitals, y, latents):
     ("number", "latents"),
     [
         (1, False),
-        (3, True),
+        pytest.param(3, True, marks=pytest.mark.slow),
         pytest.param(1, True, marks=pytest.mark.slow),
         pytest.param(3, False, marks=pytest.mark.slow),
     ],
@@ -207,6 +208,7 @@ def pairs(x, y):
         numpyro.sample("y", dist.Normal(a + (x * b[:, None]).sum(-1), 0.5).to_event(1), obs=y)
 
 
+@pytest.mark.slow
 def test_a_pair_of_latents_is_integrated_and_drawn_in_its_own_frame(double):
     r = np.random.default_rng(3)
     x, y = r.normal(size=(4, 3, 2)), r.normal(size=(4, 3))
@@ -271,7 +273,7 @@ def by_sfvi():
     return nf.SFVI(effects_of_rows).run(jax.random.key(0), 1_500, silos, progress_bar=False)
 
 
-@pytest.mark.parametrize("method", ["SFVI", "PVI"])
+@pytest.mark.parametrize("method", slow_but(["SFVI", "PVI"], 0))
 def test_methods_integrate_effects_of_rows_by_default(method, by_sfvi):
     (y, silos), result = silos_with_effects(), by_sfvi
     if method == "PVI":
@@ -384,6 +386,7 @@ def test_rows_that_read_each_other_go_on_by_the_papers_bound():
     assert result._fit.built.objective == nf.ELBO()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_one_by_quadrature(by_sfvi):
     _, silos = silos_with_effects()
     second = nf.SFVI(effects_of_rows, start=by_sfvi)

@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from cases import slow_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpyro import handlers
@@ -263,7 +264,7 @@ def test_silos_are_independent_given_what_they_share(kind):
     assert (abs(slopes[of == 0, 0]).sum() > 0).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, 0))
 def test_the_text_of_all_blocks_runs_under_plain_numpyro(kind):
     model = car(chain(9))
     prior = kind.fit(model, "theta", BLOCKS)
@@ -299,6 +300,7 @@ def test_a_run_reaches_the_posterior_of_the_true_model():
         assert (abs(draws.std(0) / sd[own] - 1) < 0.1).all()
 
 
+@pytest.mark.slow
 def test_a_silo_holds_one_block_and_no_other_does():
     model = car(chain(9))
     prior = nf.BlockPrior.fit(model, "theta", BLOCKS)
@@ -482,7 +484,7 @@ def with_intercept(area, y):
         numpyro.sample("y", dist.Normal(b + theta[area], 0.3), obs=y)
 
 
-@pytest.mark.parametrize("kind", [nf.BlockPrior, nf.LowRankPrior, nf.SeparatorPrior])
+@pytest.mark.parametrize("kind", slow_but(KINDS, 0))
 def test_a_flat_prior_beside_a_site_that_is_replaced(kind):
     prior = kind.fit(with_intercept, "theta", BLOCKS, model_kwargs=silos()[0])
     federated = nf.handlers.substitute_prior(with_intercept, {"theta": prior})

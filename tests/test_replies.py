@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from apart import Apart
-from cases import mark_slow
+from cases import slow_but
 from laid_open import laid_open
 from sent_otherwise import sent_otherwise
 
@@ -121,6 +121,7 @@ def test_the_silo_whose_reply_is_not_finite_is_named_and_no_other(name, value):
     assert len(caught.value.result.losses) == caught.value.round > 0
 
 
+@pytest.mark.slow
 def test_a_first_reply_that_is_not_finite_leaves_the_first_state():
     there = federation("pvi_synchronous")
     there.spoilt = edited(spoilt_numbers(np.nan))
@@ -188,6 +189,7 @@ def test_a_visit_ends_in_one_way():
     assert caught.value.silos == (BAD,)
 
 
+@pytest.mark.slow
 def test_a_client_of_a_vertical_model_is_named():
     model = models.sum_of_clients()
     method = nf.VFL(model, rho=1.0, start=None)
@@ -261,7 +263,7 @@ def test_weights_that_rows_explain_are_taken():
     assert float(found.state.server.rows) == 12.0
 
 
-@pytest.mark.parametrize("name", mark_slow(METHODS, ["pvi_asynchronous", "pvi_random"]))
+@pytest.mark.parametrize("name", slow_but(METHODS, 0, 1))
 def test_no_exchange_but_an_average_by_rows_is_weighted(name):
     method = METHODS[name]()
     there = method.build(method.agree([method.describe(silo) for silo in ROWS]))
@@ -310,10 +312,7 @@ def test_a_refused_reply_in_a_search_ends_it():
 
 @pytest.mark.parametrize(
     ("schedule", "runtime"),
-    mark_slow(
-        product(["sequential", "synchronous", "asynchronous"], ["simulation", "host"]),
-        [("asynchronous", "host")],
-    ),
+    slow_but(product(["sequential", "synchronous", "asynchronous"], ["simulation", "host"]), 2, 3),
 )
 def test_a_reply_that_is_spoilt_on_its_way_is_that_of_its_silo(schedule, runtime):
     """What happens to a reply before it leaves is looked at, too."""

@@ -13,6 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import slow_but
 from laid_open import inside, laid_open
 from numpyro.infer import MCMC, NUTS, Predictive
 
@@ -100,7 +101,7 @@ def test_globals_have_their_shapes_and_supports(result):
     assert len(np.unique(draws["mu"])) == 50
 
 
-@pytest.mark.parametrize("silo", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
+@pytest.mark.parametrize("silo", slow_but([0, 1, 2], 1))
 def test_a_silos_locals_have_their_shapes_and_supports(result, silo):
     draws = numbers(result.sample_posterior(KEY, 50, silo=silo))
     n = SIZES[silo]

@@ -151,6 +151,7 @@ def test_a_density_without_an_axis_of_rows_is_not_apart(make):
     assert fm.traces.at(silos[0]).rows_apart("row", []) == (make is dist.Normal)
 
 
+@pytest.mark.slow
 def test_a_text_of_rows_needs_no_values(compiled):
     silos = [{"y": np.ones(3)}, {"y": np.zeros(5)}]
     nf.fit(jax.random.key(0), models.levels(), silos, max_exchanges=1, progress_bar=False)

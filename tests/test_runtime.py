@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from cases import mark_slow
+from cases import mark_slow, slow_but
 from laid_open import inside, laid_open, times_compiled
 
 import numpyro_fed as nf
@@ -139,6 +139,7 @@ def test_two_runs_are_one_run_bit_for_bit(first, second, progress_bar, capfd):
     assert int(whole.state.round) == first + second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "runtime", mark_slow(["simulation", "quick", "host"], ["simulation", "quick"])
 )
@@ -321,6 +322,7 @@ def equations(program):
     return sum(1 + sum(map(equations, inner_programs(eqn))) for eqn in program.jaxpr.eqns)
 
 
+@pytest.mark.slow
 def test_the_program_does_not_grow_with_the_number_of_silos():
     def size(silos):
         opened = laid_open(nf.SFVI(mixed, optim=optax.adam(1e-2), start=None), silos)
@@ -426,7 +428,7 @@ def toy_noise(n):
     return np.asarray(draw), [jax.random.normal(jax.random.fold_in(k, 0)) for k in exchanges]
 
 
-@pytest.mark.parametrize("runtime", [compiled_runtime, plain_runtime])
+@pytest.mark.parametrize("runtime", slow_but([plain_runtime, compiled_runtime], 0))
 @pytest.mark.parametrize("scatter", [False, True])
 @pytest.mark.parametrize("combine", [Combine.SUM, Combine.GATHER])
 def test_replies_and_slices_reach_who_they_are_meant_for(runtime, combine, scatter):

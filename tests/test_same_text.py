@@ -159,6 +159,7 @@ def test_a_silo_of_a_federation_with_another_constant_is_refused():
         method._fit_over_federation(federation(small, elsewhere(small, NOISE=2.0)))
 
 
+@pytest.mark.slow
 def test_parties_with_other_versions_of_jax_compare_values():
     def agreed(text):
         methods = [nf.PVI(one, start=None) for one in (small, text)]
@@ -174,6 +175,7 @@ def test_parties_with_other_versions_of_jax_compare_values():
         agreed(elsewhere(small, NOISE=2.0))
 
 
+@pytest.mark.slow
 def test_a_constant_that_has_changed_since_is_read_anew():
     """At a server and a silo whose processes go on, as in a notebook."""
     constants = dict(globals())

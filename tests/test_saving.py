@@ -118,6 +118,7 @@ def test_keys_in_the_state_of_an_optimiser_are_read_back(tmp_path):
     assert identical(again.state, first.state)
 
 
+@pytest.mark.slow
 def test_files_hold_numbers_and_names_only(fit, path):
     with np.load(f"{path}.npz", allow_pickle=False) as arrays:
         found = {name: arrays[name] for name in arrays}

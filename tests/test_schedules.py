@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import mark_slow
+from cases import mark_slow, slow_but
 from laid_open import times_compiled
 
 from numpyro_fed.data.padding import Bucket
@@ -269,8 +269,10 @@ def by_hand(name, rounds):
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [(name, "one bucket") for name in SCHEDULES]
-    + [("two", "buckets"), ("asynchronous", "buckets"), ("two", "host"), ("random", "host")],
+    [
+        *slow_but([(name, "one bucket") for name in SCHEDULES], 0, 3),
+        *[("two", "buckets"), ("asynchronous", "buckets"), ("two", "host"), ("random", "host")],
+    ],
 )
 def test_participants_get_their_slices_and_the_log_has_what_they_did(name, where):
     visits, replies, drawn = by_hand(name, 4)

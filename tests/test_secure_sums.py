@@ -11,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import slow_but
 from problems import cut
 from test_federation import Storm
 from test_masks import chi_squared
@@ -192,6 +193,7 @@ def test_no_number_of_a_silo_is_in_its_messages():
             assert read(reply).arrays == {}
 
 
+@pytest.mark.slow
 def test_the_same_run_has_other_messages_each_time():
     runs = []
     for _ in range(2):
@@ -293,14 +295,21 @@ def test_silos_that_are_told_different_keys_form_no_sum():
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        (lambda s: s | {"keys": s["keys"][:1], "number": 0}, "each of 2 to 255|own at its place"),
-        (lambda s: s | {"keys": [s["keys"][0]] * 3}, "different keys|own at its place"),
-        (lambda s: s | {"keys": "all"}, "something else than a list of silos' keys"),
-        (lambda s: s | {"number": 7}, "own at its place"),
-        (lambda s: s | {"session": "other"}, "no keys of this session"),
-        (lambda s: s | {"keys": [*s["keys"][:2], '["00", "11"]']}, "no public key"),
-    ],
+    slow_but(
+        [
+            (
+                lambda s: s | {"keys": s["keys"][:1], "number": 0},
+                "each of 2 to 255|own at its place",
+            ),
+            (lambda s: s | {"keys": [s["keys"][0]] * 3}, "different keys|own at its place"),
+            (lambda s: s | {"keys": "all"}, "something else than a list of silos' keys"),
+            (lambda s: s | {"number": 7}, "own at its place"),
+            (lambda s: s | {"session": "other"}, "no keys of this session"),
+            (lambda s: s | {"keys": [*s["keys"][:2], '["00", "11"]']}, "no public key"),
+        ],
+        0,
+        4,
+    ),
 )
 def test_lists_of_keys_that_are_none_are_refused(change, words):
     def down(silo, message):
@@ -421,6 +430,7 @@ class Leaves(Listening):
         return reply
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_sum_without_a_silo_has_other_masks(lost, double):
     data = numbers()

@@ -60,6 +60,7 @@ def test_a_mean_with_known_variance_reaches_its_posterior(sizes, num_particles):
 two_coefficients = models.linear(1, 0.8)
 
 
+@pytest.mark.slow
 def test_correlated_globals_reach_their_posterior():
     r = np.random.default_rng(0)
     x = r.normal(size=(8, 2)) @ np.array([[1.0, 0.7], [0.0, 0.5]])
@@ -142,6 +143,7 @@ def empirical_bayes(y):
         numpyro.sample("y", dist.Normal(b, 0.7), obs=y)
 
 
+@pytest.mark.slow
 def test_shared_parameters_reach_the_maximum_of_the_marginal_likelihood():
     # No global latents: rows y ~ N(m, tau^2 + 0.7^2) once their own latents are integrated out.
     result = fit(empirical_bayes, silos_of(Y, (4, 5)), 3_000, num_particles=32)

@@ -156,6 +156,8 @@ def test_silos_that_are_unlike_come_to_the_posterior_of_all_by_default(aggregate
             ("forward_kl", "full"),
             ("forward_kl", "diagonal"),
             ("average", "diagonal"),
+            ("average", "full"),
+            ("reverse_kl", "diagonal"),
         ],
     ),
 )
@@ -186,6 +188,8 @@ def test_all_averages_agree_where_silos_are_alike(aggregate, globals):
             ("wasserstein", "diagonal"),
             ("reverse_kl", "full"),
             ("average", "diagonal"),
+            ("forward_kl", "full"),
+            ("reverse_kl", "diagonal"),
         ],
     ),
 )

@@ -336,6 +336,7 @@ def test_the_networks_of_the_paper_can_be_had(tmp_path):
     np.testing.assert_array_equal(again.sample(KEY, 5), plain.sample(KEY, 5))
 
 
+@pytest.mark.slow
 def test_saved_and_loaded_without_pickle(tmp_path):
     trained = nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, **QUICK)
     trained.save(tmp_path / "prior")
@@ -387,6 +388,7 @@ def test_bad_input_is_found_before_the_training():
         fit(model=singular)
 
 
+@pytest.mark.slow
 def test_a_training_that_diverges_says_so():
     with pytest.raises(nf.NonFiniteError, match=r"diverged: .* step"):
         nf.SigmaPrior.fit(KEY, gp, "theta", BLOCKS, **{**QUICK, "optim": optax.sgd(1e12)})

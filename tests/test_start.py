@@ -9,6 +9,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from apart import Apart
+from cases import slow_but
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import cut, raw_rows, regression
@@ -142,7 +143,7 @@ def test_pvi_with_a_flat_prior_is_least_squares(double):
     np.testing.assert_allclose(posterior.covariance_matrix, 4 * np.linalg.inv(x.T @ x), rtol=1e-5)
 
 
-@pytest.mark.parametrize("method", [nf.SFVI, nf.PVI])
+@pytest.mark.parametrize("method", slow_but([nf.SFVI, nf.PVI], 0))
 def test_an_improper_posterior_is_refused_and_its_direction_named(method, double):
     rows = logistic_rows()
     rows["y"] = (rows["x"][:, 1] > 0) * 1.0
@@ -276,7 +277,7 @@ def test_coordinates_of_a_member_change_no_density(name, double):
 
 @pytest.mark.parametrize(
     "family",
-    [expfam.gaussian(2, "full"), expfam.gamma((2,)), expfam.beta((2,))],
+    slow_but([expfam.gaussian(2, "full"), expfam.gamma((2,)), expfam.beta((2,))], 0),
     ids=lambda f: f.name,
 )
 def test_natural_parameters_around_a_place(family, double):
@@ -387,6 +388,7 @@ def kinked_silos():
     return cut({"y": np.random.default_rng(0).laplace(4.0, 3.0, 20)}, (12, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no mode to start from")
 @pytest.mark.parametrize(
     "method",

@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from cases import slow_but
 
 import numpyro_fed as nf
 from numpyro_fed.basics.programs import precision
@@ -109,6 +110,7 @@ def exact_of_one_mode():
     return on_a_grid(lambda m: log_normal(m, 0, 3) + log_normal(y, m**2, 1).sum(), z)[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [pytest.param("fit", marks=pytest.mark.slow), "prior"])
 def test_rows_latents_are_integrated_out(start):
     evidence, mean, sd = exact_counts()
@@ -144,6 +146,7 @@ def test_particles_from_a_fit_that_nobody_has_weighed_are_not_trusted(squares):
     assert nf.Tempered(num_particles=400).run(KEY, 400, weighed, **QUIET).near
 
 
+@pytest.mark.slow
 def test_a_run_from_particles_goes_on_and_adds_what_it_keeps(squares):
     tempered = nf.Tempered(num_particles=400, start="prior")
     short = tempered.run(KEY, 5, squares, **QUIET)
@@ -245,7 +248,7 @@ def test_what_the_prior_does_not_draw_belongs_to_the_posterior():
     assert found.log_evidence == pytest.approx(evidence, abs=0.2)
 
 
-@pytest.mark.parametrize("start", ["fit", "prior"])
+@pytest.mark.parametrize("start", slow_but(["fit", "prior"], 1))
 def test_a_gradient_that_is_no_number_costs_no_mass(start):
     silos = [dict(y=np.array([0.5, 2.0])), dict(y=np.array([-1.0]))]
     y = np.concatenate([s["y"] for s in silos])

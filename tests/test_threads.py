@@ -52,12 +52,14 @@ def test_two_cores_have_a_pool_that_cannot_stop():
     assert (size, warned) == (str(threads.POOL_OF_TWO_CORES), "0")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LINUX, reason="threads are counted by /proc")
 @pytest.mark.parametrize(("name", "said"), [("PJRT_NPROC", "3"), ("NPROC", "None")])
 def test_a_users_own_size_stays(name, said):
     assert child(**{name: "3"}) == [said, "3", "0"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not FEW, reason="a machine of one core has a pool that cannot stop")
 def test_one_warning_where_it_is_too_late():
     set_to, _, warned = child("import jax.numpy; jax.numpy.ones(3)")

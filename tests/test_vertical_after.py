@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cases import slow_but
 from vertical_problems import KEY, data, logistic
 
 import numpyro_fed as nf
@@ -29,7 +30,7 @@ def run():
     return nf.VFL(logistic, start=None).run(KEY, 3, *data(), **QUIET)
 
 
-@pytest.mark.parametrize("question", sorted(WORDS))
+@pytest.mark.parametrize("question", slow_but(sorted(WORDS), 0, 3, 6))
 def test_questions_of_rows_are_refused_with_what_to_do_instead(run, question):
     words = rf"clients hold columns: .*{WORDS[question]}"
     for arguments in ((), (KEY, {"xs": np.zeros(3)})):

@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from cases import slow_but
 from laid_open import inside
 from numpyro.infer import Predictive
 from numpyro.infer.util import log_density
@@ -42,7 +43,7 @@ def test_latents_of_the_sum_are_fitted():
     assert result.sample_posterior(KEY, 2)["u"].shape == (2, 12)
 
 
-@pytest.mark.parametrize("model", [gaussian, logistic, overdispersed])
+@pytest.mark.parametrize("model", slow_but([gaussian, logistic, overdispersed], 1))
 def test_halves_add_up_to_the_joint_density(model):
     xs, y = data()
     model_, server, clients, _ = split(Text.of(model, (xs, y), {}))
@@ -134,6 +135,7 @@ def test_models_approach_the_true_one_as_rho_squared(handler, double):
     assert (errors[-1] < 2e-3).all(), errors
 
 
+@pytest.mark.slow
 def test_one_method_runs_in_either_precision():
     """Of yes and no alone the precision is not in the data."""
     xs = [np.random.default_rng(j).integers(0, 2, (12, 2)).astype(bool) for j in range(2)]
