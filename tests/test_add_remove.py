@@ -61,6 +61,7 @@ def test_a_silo_is_added_in_fewer_exchanges(fitted, of_three, silos):
     assert counted["own modes"] == 1
 
 
+@pytest.mark.slow
 def test_nothing_of_a_removed_silo_is_left(fitted, of_three, silos):
     fewer = fitted.remove(jax.random.key(2), 3)
     assert fewer.trusted

@@ -81,6 +81,7 @@ def test_a_known_silo_has_its_own_effect(fitted, silos):
         close(found["mean"], at @ mean, variance)
 
 
+@pytest.mark.slow
 def test_a_new_silo_has_an_effect_from_the_prior(fitted, silos):
     mean, covariance = exact(silos)
     x = NEW["x"]
@@ -424,6 +425,7 @@ def test_entries_of_a_substituted_prior_are_predicted_at_their_silo():
             ask(KEY, dict(area=np.array([0])))
 
 
+@pytest.mark.slow
 def test_new_data_have_fractions_where_the_fit_had_whole_numbers():
     def text(days, y=None):
         a = numpyro.sample("a", dist.Normal(0, 1))

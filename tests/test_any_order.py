@@ -45,7 +45,11 @@ class Killed(BaseException):
 def run_as_test(machine, examples):
     """Run a machine on so many random orders of its rules, always the same ones."""
     many = settings(
-        max_examples=examples, stateful_step_count=25, deadline=None, derandomize=True, database=None
+        max_examples=examples,
+        stateful_step_count=25,
+        deadline=None,
+        derandomize=True,
+        database=None,
     )
     run_state_machine_as_test(machine, settings=many)
 

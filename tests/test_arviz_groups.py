@@ -73,6 +73,7 @@ def test_all_groups_are_of_the_same_draws(fitted, silos, tmp_path):
     np.testing.assert_allclose(again["posterior"]["mu"], data["posterior"]["mu"])
 
 
+@pytest.mark.slow
 def test_arviz_leaves_rows_out_as_loo_does(fitted):
     found = arviz.loo(fitted.to_arviz(KEY, 2_000, groups=["log_likelihood"]))
     name = "elpd_loo" if arviz.__version__.startswith("0.") else "elpd"
@@ -136,6 +137,7 @@ def test_the_run_and_its_correction_have_the_same_groups(fitted):
         assert data["log_likelihood"]["y"].shape == (1, 50, 20)
 
 
+@pytest.mark.slow
 def test_the_prior_predicts_rows_and_new_ones(fitted):
     parts = fitted.prior_predict(KEY, n=2_000)
     assert [p["y"].shape for p in parts] == [(2_000, n) for n in SIZES]
@@ -219,6 +221,7 @@ def test_draws_of_nuts_have_all_groups_with_their_chains(nuts_of_wards):
     assert float(arviz.loo(data)[name]) == pytest.approx(nuts.loo().elpd, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_draws_of_nuts_at_random_belong_to_their_groups(nuts_of_wards):
     data = nuts_of_wards.to_arviz(KEY, 30, silo="all", groups=["log_prior"])
     city = np.asarray(data["posterior"]["city"])
@@ -340,6 +343,7 @@ def test_latents_of_silos_by_nuts_stand_side_by_side():
     assert np.abs(mine.mean(0) - np.asarray(together).mean(0)).max() < 0.2
 
 
+@pytest.mark.slow
 def test_rows_run_along_one_axis_in_all_groups():
     """Items are the first axis of an outcome, and rows the second; one row has none."""
 

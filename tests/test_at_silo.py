@@ -264,6 +264,7 @@ def test_wrong_use_is_refused():
         silos[0].predict(3, message)
 
 
+@pytest.mark.slow
 def test_a_model_without_latents_that_rows_share_has_nothing_to_tell():
     data = [dict(y=np.arange(4.0)), dict(y=np.arange(4.0) + 1)]
     silos = silos_of(data)

@@ -141,6 +141,7 @@ def test_parameters_outside_and_inside():
     check_decomposition(model, rows(3, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_network_as_theta(inside):
     def model(y):
@@ -282,6 +283,7 @@ def test_what_is_as_long_as_the_rows_by_chance_is_none_of_them():
     check_decomposition(model, held, num_points=1)
 
 
+@pytest.mark.slow
 def test_every_pair_of_rows_is_told_apart():
     def model(y, of):
         with silo_plate("row", y.shape[0]):

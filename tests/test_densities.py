@@ -506,6 +506,7 @@ def of_text(x_to_mean, silos):
     return split(model, found), list(enumerate(found))
 
 
+@pytest.mark.slow
 def test_a_derivative_that_is_not_finite_is_found_with_its_row():
     """The power is 0 where it is computed and not taken, and its derivative is NaN."""
 

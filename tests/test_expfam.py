@@ -517,6 +517,7 @@ def test_extreme_shapes(family):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow
 def test_product_is_the_sum_of_its_members():
     family, psi = OF_THREE, parameters("of three")
 

@@ -11,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import slow_but
 from problems import counts_of, cut
 
 import numpyro_fed as nf
@@ -104,6 +105,7 @@ def test_fit_gives_the_numbers_of_a_list():
     assert fitted[0].trusted
 
 
+@pytest.mark.slow
 def test_the_mode_over_a_federation_is_that_of_a_list(double):
     found, expected = (
         nf.find_mode(KEY, plain, silos) for silos in (federation_of(silos_of(numbers())), numbers())
@@ -365,6 +367,7 @@ def run_async(engine, rounds, **options):
     return ASYNC.run(KEY, rounds, there, **QUIET)
 
 
+@pytest.mark.slow
 def test_replies_are_used_as_they_arrive(normal_silos, double):
     result = run_async(Slow(normal_silos, "pvi", [0.0, 0.0, 0.15]), 12)
     # The model is conjugate: whatever the order, a visit takes the same share of the way.
@@ -428,6 +431,7 @@ def test_a_reply_that_is_spoilt_ends_asynchronous_rounds_with_their_result(norma
     assert len(after.losses) == 2
 
 
+@pytest.mark.slow
 def test_no_more_silos_are_asked_than_at_once(normal_silos):
     at_work, most = set(), []
 
@@ -479,14 +483,18 @@ def asked(silos, method):
 
 @pytest.mark.parametrize(
     ("policy", "method", "words"),
-    [
-        ({"methods": ("SFVI",)}, nf.PVI(plain), "silo 0 .*'PVI' is not among the methods"),
-        ({"exchanges": ("visit",)}, named, "is not among the exchanges"),
-        ({"min_silos": 4}, named, "3 silos, where .* at least 4"),
-        ({"min_rows": 15}, named, "silo 2 .*fewer rows"),
-        ({"parameters_per_row": 0.15}, named, "silo 2 .*2 globals and shared parameters"),
-        ({"max_places": 1}, nf.SFVI(plain), "allows . more places"),
-    ],
+    slow_but(
+        [
+            ({"methods": ("SFVI",)}, nf.PVI(plain), "silo 0 .*'PVI' is not among the methods"),
+            ({"exchanges": ("visit",)}, named, "is not among the exchanges"),
+            ({"min_silos": 4}, named, "3 silos, where .* at least 4"),
+            ({"min_rows": 15}, named, "silo 2 .*fewer rows"),
+            ({"parameters_per_row": 0.15}, named, "silo 2 .*2 globals and shared parameters"),
+            ({"max_places": 1}, nf.SFVI(plain), "allows . more places"),
+        ],
+        2,
+        3,
+    ),
 )
 def test_a_policy_is_kept(policy, method, words):
     assert re.search(words, asked(silos_of(numbers(), policy=nf.Policy(**policy)), method))
@@ -541,6 +549,7 @@ def test_messages_that_come_to_another_silo_move_nothing():
     np.testing.assert_array_equal(found.losses, expected.losses)
 
 
+@pytest.mark.slow
 def test_a_refusal_keeps_the_rounds_before_it():
     silos = silos_of(numbers(), policy=nf.Policy(max_places=3))
     with pytest.raises(nf.RefusedError, match=r"silo 0 refuses 'sfvi': .* 0 more") as caught:
@@ -613,7 +622,7 @@ def test_a_silo_knows_its_own_texts_alone():
     assert "text of 'plain' differs" in asked(strangers, nf.PVI(plain))
 
 
-@pytest.mark.parametrize("secret", [None, "auto"])
+@pytest.mark.parametrize("secret", slow_but([None, "auto"], 0))
 def test_silos_of_a_process_share_programs(compiled, secret, monkeypatch):
     """Silos of one shape with each other, and with those of a later script."""
     fresh = nf.SFVI(plain, start=None, num_particles=2 if secret is None else 4)
@@ -629,6 +638,7 @@ def test_silos_of_a_process_share_programs(compiled, secret, monkeypatch):
     assert len(fresh.run(KEY, 2, federation_of(silos), **QUIET).losses) == 2
 
 
+@pytest.mark.slow
 def test_silos_do_not_share_the_programs_of_a_variable_that_has_changed(monkeypatch):
     """A text reads a variable: the programs of its former value are of no use."""
 

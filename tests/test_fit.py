@@ -40,6 +40,7 @@ def fitted():
     return nf.fit(KEY, raw, raw_silos(), progress_bar=False)
 
 
+@pytest.mark.slow
 def test_arviz_gets_what_the_verdict_says(fitted):
     posterior = fitted.to_arviz(KEY, 1_000_000)["posterior"]
     assert posterior["beta"].shape == (1, int(fitted.corrected.ess), 2)

@@ -15,10 +15,13 @@ import pandas as pd
 import polars as pl
 import pytest
 from cases import slow_but
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpyro.infer.util import log_density
 
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
+from numpyro_fed.data.tables import as_series, column_array
 from numpyro_fed.text.layout import layout_and_buckets
 from numpyro_fed.text.plan import agree, check_plan, with_terms
 from numpyro_fed.text.split import split
@@ -59,6 +62,29 @@ def test_a_silo_may_be_a_dataframe_whose_columns_are_arguments(lib):
     for name, array in expected.arrays.items():
         np.testing.assert_array_equal(silo.arrays[name], array)
         assert silo.arrays[name].dtype == array.dtype
+
+
+NUMBERS = st.one_of(
+    st.lists(st.one_of(st.none(), st.integers(-(2**31), 2**31 - 1)), min_size=1, max_size=6),
+    st.lists(st.one_of(st.none(), st.floats(width=32)), min_size=1, max_size=6),
+    st.lists(st.one_of(st.none(), st.booleans()), min_size=1, max_size=6),
+)
+
+
+@LIBRARIES
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(NUMBERS)
+def test_a_column_has_the_numbers_of_its_list(lib, numbers):
+    """What is missing is NaN; whole numbers and booleans stay such where nothing is missing."""
+    kinds = {float: "Float64", bool: "boolean", int: "Int64"}
+    kind = next((kinds[type(v)] for v in numbers if v is not None), "Float64")
+    column = pd.Series(numbers, dtype=kind) if lib is pd else pl.Series(numbers)
+    found = column_array("silo 0", "x", as_series(column))
+    missing = [v is None for v in numbers]
+    np.testing.assert_array_equal(
+        found, np.array([NAN if v is None else v for v in numbers], float)
+    )
+    assert (found.dtype.kind == "f") == (kind == "Float64" or any(missing))
 
 
 @LIBRARIES
@@ -303,6 +329,7 @@ def test_a_posterior_is_that_of_the_rows_whose_outcome_is_there():
         np.testing.assert_allclose(posterior.variance, 1 / precision, rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_the_joint_model_and_the_check_leave_out_the_same():
     holed, kept = with_and_without()

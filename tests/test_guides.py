@@ -655,6 +655,7 @@ def test_a_run_without_a_start_begins_where_it_was_told(kind):
     assert abs(draws["s"] - 0.5).max() < 0.1
 
 
+@pytest.mark.slow
 def test_shared_parameters_keep_their_precision():
     def model(y):
         w = numpyro.param("w", jnp.zeros(2, jnp.float16))

@@ -295,6 +295,7 @@ def test_the_report_says_how_far_the_fit_is():
     assert abs(fixed.fit_error["mu"]["sd_ratio"] - 0.8) < error
 
 
+@pytest.mark.slow
 def test_few_effective_draws_are_not_trusted():
     """300 draws know a mean to 0.06 sd at best."""
     fixed = corrected(num_draws=300, shift=0.2)
@@ -332,6 +333,7 @@ def funnel(y):
         numpyro.sample("y", dist.Normal(b, 1), obs=y)
 
 
+@pytest.mark.slow
 def test_locals_are_integrated_where_the_guide_does_not_reach():
     """As tau goes to zero rows no longer differ, and a guide fitted elsewhere never meets them."""
     silos = [{"y": Y[:6]}]

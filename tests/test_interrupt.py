@@ -148,6 +148,7 @@ def test_a_second_one_gets_through(monkeypatch):
     assert not isinstance(caught.value, nf.Interrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["simulation", "host"])
 def test_factors_before_it_are_kept(runtime):
     with pytest.raises(nf.Interrupted) as caught:

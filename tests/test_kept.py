@@ -203,6 +203,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
         FolderLock(tmp_path / "state")
 
 
+@pytest.mark.slow
 def test_the_command_refuses_a_folder_that_another_process_uses(
     held_elsewhere, tmp_path, monkeypatch, capsys
 ):

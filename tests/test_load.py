@@ -136,6 +136,7 @@ def test_draws_go_to_arviz(corrected, tmp_path):
 # --- with them -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_correction_goes_on(corrected, tmp_path):
     corrected.save(tmp_path / "fit")
     again = nf.load(tmp_path / "fit", model, silos())

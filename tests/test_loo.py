@@ -155,6 +155,7 @@ def test_arviz_reads_rows_and_compares_models(fitted, without_effects, silos):
     assert dict(zip(silos_out.names, silos_out.elpd, strict=True)) == pytest.approx(totals)
 
 
+@pytest.mark.slow
 def test_models_of_other_data_are_not_compared(without_effects, silos):
     fewer = weighed(flat, [silos[0]] * 2)
     with pytest.raises(DataError, match="'all' has 17, 'fewer' has 12 rows"):
@@ -216,6 +217,7 @@ def test_silos_elsewhere_send_sums_alone(without_effects, silos):
         nf.compare_models({"a": fitted, "b": fitted})
 
 
+@pytest.mark.slow
 def test_a_silo_of_few_rows_with_an_outcome_leaves_none_of_them_out(silos):
     """The second silo has eleven rows, and four outcomes."""
     policy = nf.Policy(min_rows=6, parameters_per_row=1.0)
@@ -238,6 +240,7 @@ def test_rows_without_an_outcome_do_not_count(without_effects, silos):
     assert table.se == pytest.approx(here.se, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::numpyro_fed.ConvergenceWarning")
 def test_rows_count_by_their_outcomes_and_not_by_their_likelihood():
     """Without an outcome a row's integral may not be one; with one its likelihood may be."""

@@ -232,6 +232,7 @@ def test_rounds_of_pvi_below_plates_that_stay_whole_reach_the_posterior():
     assert (abs(np.sqrt(q.variance) / sd - 1) < 0.15).all()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_is_refused():
     def nested(y):
         beta = numpyro.sample("beta", dist.Normal(0, 1))

@@ -213,6 +213,7 @@ def test_draws_of_several_proposals_are_weighed_as_one():
     assert abs(both.weights @ np.asarray(both.z_G)[:, 0] - mean) < 4 * 0.03 * 12**-0.5
 
 
+@pytest.mark.slow
 def test_a_draw_whose_weight_was_rounding_has_none_among_further_draws(monkeypatch):
     y = np.random.default_rng(0).normal(1, 1, 12)
     result = nf.PVI(models.level(2)).run(KEY, 1, cut({"y": y}, (5, 7)), progress_bar=False)

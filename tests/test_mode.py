@@ -44,6 +44,7 @@ def test_the_evidence_of_a_conjugate_model_is_exact(double):
 scaled = models.linear_and_scale()
 
 
+@pytest.mark.slow
 def test_raw_columns_in_single_precision_against_scipy():
     rows = raw_rows(200)
     found = nf.find_mode(KEY, scaled, cut(rows, (120, 30, 50)))
@@ -264,11 +265,17 @@ def link_model(outcome):
 @pytest.mark.parametrize("scale", slow_but([1e-6, 1e3, 1e8], 2))
 @pytest.mark.parametrize(
     ("outcome", "drawn"),
-    [
-        (lambda eta: dist.Bernoulli(logits=eta), lambda r, eta: r.binomial(1, 1 / (1 + 1 / eta))),
-        (lambda eta: dist.Poisson(jnp.exp(eta)), lambda r, eta: r.poisson(eta)),
-        (lambda eta: dist.Gamma(3, 3 * jnp.exp(-eta)), lambda r, eta: r.gamma(3, eta / 3)),
-    ],
+    slow_but(
+        [
+            (
+                lambda eta: dist.Bernoulli(logits=eta),
+                lambda r, eta: r.binomial(1, 1 / (1 + 1 / eta)),
+            ),
+            (lambda eta: dist.Poisson(jnp.exp(eta)), lambda r, eta: r.poisson(eta)),
+            (lambda eta: dist.Gamma(3, 3 * jnp.exp(-eta)), lambda r, eta: r.gamma(3, eta / 3)),
+        ],
+        1,
+    ),
     ids=["logistic", "poisson", "gamma"],
 )
 def test_counts_of_people_and_seconds_are_no_worse_than_standardised_columns(outcome, drawn, scale):

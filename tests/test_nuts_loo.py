@@ -93,6 +93,7 @@ def test_a_fit_leaves_rows_out_as_nuts_does(nuts, fitted):
     assert found.log_evidence[found.names.index("fit")] == fitted.log_evidence
 
 
+@pytest.mark.slow
 def test_parameters_of_rows_are_refused(nuts):
     """By the text of the run: the draws do not matter."""
 

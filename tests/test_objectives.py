@@ -123,6 +123,7 @@ def test_the_gradient_of_a_row_is_unbiased_by_quadrature(x64):
     assert abs(plain["row"]["loc"] - per_noise[1]["row"]["loc"][5]).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_the_gradient_of_rows_that_share_a_covariance_is_unbiased_by_quadrature(x64):
     """K = 2 draws of two rows: a row moves the other row, and its weight."""
     silos, guide = [{"y": np.array([2, 0])}], nf.guides.Structured(locals="joint")
@@ -403,6 +404,7 @@ def inexact_row(draws):
     return p, eta, mean, sd
 
 
+@pytest.mark.slow
 def test_the_bound_tends_to_the_marginal_likelihood(x64):
     z_G = jnp.array([0.7])
     exact = normal(1.5, 0.7, np.hypot(SIGMA, TAU))

@@ -62,6 +62,7 @@ def test_latents_of_all_silos_stand_side_by_side(fitted):
     assert fitted.run_behind.sample_posterior(KEY, 5, silo="all")["u"].shape == (5, 3)
 
 
+@pytest.mark.slow
 def test_silos_that_are_not_there_are_refused(fitted):
     with pytest.raises(IndexError, match="no silo 3"):
         fitted.sample_posterior(KEY, 5, silo=[0, 3])
@@ -101,6 +102,7 @@ def test_effects_are_drawn_in_their_order_with_what_a_silo_says_alone(fitted):
         fitted.plot_silos("v")
 
 
+@pytest.mark.slow
 def test_a_check_has_the_outcomes_and_what_is_predicted(fitted):
     axes = [a for a in fitted.plot_check(n=20).axes if a.axison]
     assert [a.get_title() for a in axes] == ["silo 0", "silo 1", "silo 2"]
@@ -123,6 +125,7 @@ def words(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
+@pytest.mark.slow
 def test_figures_can_be_read_by_themselves(fitted):
     figure = fitted.plot()
     assert words(figure) == ["posterior", "prior"]

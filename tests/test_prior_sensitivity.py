@@ -44,6 +44,7 @@ def test_a_prior_far_from_the_data_is_told(fitted):
     assert table.to_frame().loc["s", "prior"] == table.prior[3]
 
 
+@pytest.mark.slow
 def test_densities_are_those_on_the_supports(fitted, silos):
     """The prior at the top alone, and the likelihood of all silos."""
     correction = fitted.corrected
@@ -97,6 +98,7 @@ def test_a_loaded_fit_answers_alike(fitted, silos, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_particles_answer_too():
     silos = [dict(y=np.random.default_rng(j).normal(4, 1, 20)) for j in range(3)]
 

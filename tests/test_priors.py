@@ -118,6 +118,7 @@ def test_the_density_of_the_children_is_what_they_add_to_the_prior(double):
     )
 
 
+@pytest.mark.slow
 def test_children_are_drawn_from_their_prior_and_the_others_stay():
     fm = model_of(hierarchy)
     (funnel,) = fm.global_prior.funnels

@@ -246,6 +246,7 @@ def test_a_bin_that_noise_alone_has_lifted_is_no_length():
     assert quantile(np.zeros(201), 1.0, 0.5) == 0.0
 
 
+@pytest.mark.slow
 def test_a_row_without_a_mode_changes_no_other_row():
     """Its own search for a mode ends; that of the others goes on."""
 
@@ -392,6 +393,7 @@ def test_raw_covariates_are_found_and_the_noise_is_counted():
     assert abs(sigma.mean() - 6) < 5 * sigma.std()
 
 
+@pytest.mark.slow
 def test_steps_can_be_made_in_parts_and_not_more_of_them_than_planned():
     # A step is at most 50 long, an sd of the prior.
     silos = [dict(y=np.random.default_rng(0).normal(300, 5, 20_000))]
@@ -600,6 +602,7 @@ def federation_of(model, silos, **options):
     return nf.Federation(engine, names=dict(model=model), secure_sum=secure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secure", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_silos_elsewhere_add_their_own_noise(secure):
     r = np.random.default_rng(0)

@@ -65,6 +65,7 @@ def test_every_local_optimiser_finds_the_tilted_distribution_and_takes_no_nan(na
     np.testing.assert_allclose(q.variance, 1 / precision, rtol=2 * rtol)
 
 
+@pytest.mark.slow
 def test_a_closed_form_is_the_tilted_distribution():
     def model(y):
         m = numpyro.sample("m", dist.Normal(0.5, 1.0))

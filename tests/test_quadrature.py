@@ -273,6 +273,7 @@ def by_sfvi():
     return nf.SFVI(effects_of_rows).run(jax.random.key(0), 1_500, silos, progress_bar=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(["SFVI", "PVI"], 0))
 def test_methods_integrate_effects_of_rows_by_default(method, by_sfvi):
     (y, silos), result = silos_with_effects(), by_sfvi
@@ -327,6 +328,7 @@ def duel_silo(n, m, seed):
     return dict(a=a, b=b, n_players=n, y=u[a] - u[b] + r.normal(size=m))
 
 
+@pytest.mark.slow
 def test_rows_that_read_two_rows_of_an_outer_plate_are_not_integrated_row_by_row(double):
     silo = duel_silo(8, 60, 0)
     assert np.isnan(likelihood(duels, silo, 0.3))
@@ -373,6 +375,7 @@ def test_a_posterior_of_duels_is_that_of_integrals_over_all_players():
     assert 0.92 < tau.std() / sd < 1.08
 
 
+@pytest.mark.slow
 def test_rows_that_read_each_other_go_on_by_the_papers_bound():
     def walk(y):
         tau = numpyro.sample("tau", dist.HalfNormal(2))

@@ -156,6 +156,7 @@ def test_an_importance_correction_names_the_silo_that_sends_what_is_no_number():
     assert caught.value.silos == (BAD,)
 
 
+@pytest.mark.slow
 def test_an_evaluation_names_the_silo_that_sends_what_is_no_number():
     there = federation("pvi_synchronous")
     result = there.run()

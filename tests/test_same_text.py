@@ -151,6 +151,7 @@ def run(there, model=small):
     return method.run(KEY, 1, there, progress_bar=False).posterior()["mu"].variance
 
 
+@pytest.mark.slow
 def test_a_silo_of_a_federation_with_another_constant_is_refused():
     method = nf.PVI(small, start=None)
     method._fit_over_federation(federation(small, elsewhere(small)))

@@ -20,6 +20,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import slow_but
 from laid_open import laid_open
 from scripts import details
 
@@ -133,6 +134,7 @@ def test_files_hold_numbers_and_names_only(fit, path):
     assert set(text["sites"]) == {"tau", "mu", "scale", "offset", "b", "y"}
 
 
+@pytest.mark.slow
 def test_data_are_not_saved(path):
     secret = silos()[0]["x"].astype(np.float32)
     with np.load(f"{path}.npz") as arrays:
@@ -168,26 +170,34 @@ Structured = nf.guides.Structured
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"model": renamed}, r"'nu' .*\['latent'"),
-        ({"model": supported}, r"'scale'.*[Pp]ositive.*[Ii]nterval"),
-        ({"num_particles": 2}, r"'num_particles' as 1, but here it is 2"),
-        (
-            {"objective": nf.LocallyEnhanced(draws=3)},
-            r"'objective' as ELBO.*here it is .*draws=3",
-        ),
-        ({"guide": Structured(globals="diagonal")}, r"'guide' as .*full.*here it is .*diagonal"),
-        (
-            {"guide": Structured(couple_scale=False)},
-            r"'guide' .*True, True.*True, False",
-        ),
-        (
-            {"guide": Structured(globals="low_rank")},
-            r"'guide' as .*full.*here it is .*low_rank",
-        ),
-        ({"optim": optax.sgd(1e-2)}, r"expected nothing for .*opt_state.*optimiser"),
-        ({"optim": optax.sgd(1e-2, momentum=0.9)}, r"opt_state.*trace.*found nothing"),
-    ],
+    slow_but(
+        [
+            ({"model": renamed}, r"'nu' .*\['latent'"),
+            ({"model": supported}, r"'scale'.*[Pp]ositive.*[Ii]nterval"),
+            ({"num_particles": 2}, r"'num_particles' as 1, but here it is 2"),
+            (
+                {"objective": nf.LocallyEnhanced(draws=3)},
+                r"'objective' as ELBO.*here it is .*draws=3",
+            ),
+            (
+                {"guide": Structured(globals="diagonal")},
+                r"'guide' as .*full.*here it is .*diagonal",
+            ),
+            (
+                {"guide": Structured(couple_scale=False)},
+                r"'guide' .*True, True.*True, False",
+            ),
+            (
+                {"guide": Structured(globals="low_rank")},
+                r"'guide' as .*full.*here it is .*low_rank",
+            ),
+            ({"optim": optax.sgd(1e-2)}, r"expected nothing for .*opt_state.*optimiser"),
+            ({"optim": optax.sgd(1e-2, momentum=0.9)}, r"opt_state.*trace.*found nothing"),
+        ],
+        0,
+        4,
+        7,
+    ),
 )
 def test_a_fit_of_other_settings_is_refused_and_says_what_differs(path, settings, message):
     with pytest.raises(nf.SavedStateError, match=message):

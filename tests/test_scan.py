@@ -65,6 +65,7 @@ def test_a_global_sequence_has_the_density_of_a_loop(double, how, loop):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_supports_of_a_sequence_may_be_any_and_move_with_it(double):
     def step(c, _):
         w = numpyro.sample("w", dist.Dirichlet(jnp.ones(3) + c**2))

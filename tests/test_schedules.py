@@ -271,7 +271,10 @@ def by_hand(name, rounds):
     ("name", "where"),
     [
         *slow_but([(name, "one bucket") for name in SCHEDULES], 0, 3),
-        *[("two", "buckets"), ("asynchronous", "buckets"), ("two", "host"), ("random", "host")],
+        *slow_but(
+            [("two", "buckets"), ("asynchronous", "buckets"), ("two", "host"), ("random", "host")],
+            3,
+        ),
     ],
 )
 def test_participants_get_their_slices_and_the_log_has_what_they_did(name, where):
@@ -472,6 +475,7 @@ def test_two_runs_are_one_and_chunks_do_not_matter(name, where):
         assert times_compiled(runtime.advance) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "where", "exchanges"),
     mark_slow(
@@ -522,6 +526,7 @@ def test_a_schedule_must_be_for_as_many_silos_as_there_are(make):
 # --- what a round costs ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("buckets", "exchanges"), [(1, 2), (2, 1)])
 def test_stacks_stay_in_place_while_rounds_run(buckets, exchanges):
     """A stack is copied once a call, not in each step: a step has no room for another one."""

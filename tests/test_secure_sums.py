@@ -227,6 +227,7 @@ def changed(reply, word):
     return write(arrays, head)
 
 
+@pytest.mark.slow
 def test_a_word_that_is_changed_is_found_if_the_sum_is_out_of_range():
     def up(word):
         return lambda silo, message, reply: (

@@ -8,6 +8,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import slow_but
 from numpyro.distributions import constraints
 from problems import cut, glmm, glmm_silos, jitter, parts
 from scipy import stats
@@ -43,7 +44,7 @@ Y = np.random.default_rng(3).normal(1.0, 1.5, 9)
 mean_of_normals = models.level(2.0, 1.5, 0.5)
 
 
-@pytest.mark.parametrize(("sizes", "num_particles"), [((9,), 1), ((2, 4, 3), 3)])
+@pytest.mark.parametrize(("sizes", "num_particles"), slow_but([((9,), 1), ((2, 4, 3), 3)], 1))
 def test_a_mean_with_known_variance_reaches_its_posterior(sizes, num_particles):
     result = fit(mean_of_normals, silos_of(Y, sizes), num_particles=num_particles)
     precision = 1 / 2.0**2 + len(Y) / 1.5**2
@@ -84,7 +85,9 @@ def hierarchy(y):
             numpyro.sample("y", dist.Normal(b, SIGMA), obs=y)
 
 
-@pytest.mark.parametrize("objective", [nf.ELBO(), nf.LocallyEnhanced(draws=3)], ids=["1", "3"])
+@pytest.mark.parametrize(
+    "objective", slow_but([nf.ELBO(), nf.LocallyEnhanced(draws=3)], 0), ids=["1", "3"]
+)
 def test_a_hierarchy_of_normals_reaches_its_joint_posterior(objective):
     y = np.random.default_rng(1).normal(1.0, 1.5, (6, VISITS))
     result = fit(hierarchy, silos_of(y, [1, 3, 2]), 2_500, objective=objective)
@@ -174,6 +177,7 @@ def test_a_scale_beside_a_global_latent_reaches_its_optimum():
     np.testing.assert_allclose(result.params["sigma"], grid[evidence.argmax()], rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_private_parameters_are_one_for_each_silo():
     def model(y):
         tau = numpyro.param("tau", 1.0, constraint=constraints.positive)
@@ -255,6 +259,7 @@ def test_what_is_sent_are_draws_of_the_guide_and_its_centre():
     assert down.theta == {}
 
 
+@pytest.mark.slow
 def test_several_particles_are_the_mean_of_single_ones():
     with jax.enable_x64(True):
         silos = glmm_silos([3])

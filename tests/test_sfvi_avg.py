@@ -128,6 +128,7 @@ def test_products_are_exact_for_conjugate_models(aggregate, weights):
     np.testing.assert_allclose(found[1] / np.outer(sd, sd), cov / np.outer(sd, sd), atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "aggregate", [pytest.param("wasserstein", marks=pytest.mark.slow), "reverse_kl"]
 )

@@ -281,6 +281,7 @@ def test_a_quadrature_that_is_too_coarse_is_not_trusted():
     assert "coarse" in found.doubt
 
 
+@pytest.mark.slow
 def test_other_divergences_are_refused_and_losses_have_no_evidence():
     weighted = nf.divergences.WeightedKL(0.3)
     other = nf.FedGVI(squared, prior_divergence=weighted, start=None)
@@ -382,6 +383,7 @@ def test_rows_with_three_latents_are_refused():
         nf.Tempered().run(KEY, 10, unfitted(nf.SFVI(model, start=None), SQUARES), **QUIET)
 
 
+@pytest.mark.slow
 def test_islands_without_any_density_are_an_error():
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 3))

@@ -30,7 +30,7 @@ def run():
     return nf.VFL(logistic, start=None).run(KEY, 3, *data(), **QUIET)
 
 
-@pytest.mark.parametrize("question", slow_but(sorted(WORDS), 0, 3, 6))
+@pytest.mark.parametrize("question", slow_but(sorted(WORDS), 3))
 def test_questions_of_rows_are_refused_with_what_to_do_instead(run, question):
     words = rf"clients hold columns: .*{WORDS[question]}"
     for arguments in ((), (KEY, {"xs": np.zeros(3)})):
@@ -49,6 +49,7 @@ def test_all_questions_of_a_fit_are_answered_in_words():
     assert known == set(WORDS)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::numpyro_fed.ConvergenceWarning")
 def test_corrections_of_columns_refuse_them_too(run):
     with pytest.raises(ModelError, match="sample_together"):
