@@ -93,6 +93,7 @@ def test_a_new_silo_has_an_effect_from_the_prior(fitted, silos):
     assert np.cov(draws.T)[0, 1] == pytest.approx(shared, abs=0.15 * variance[0])
 
 
+@pytest.mark.slow
 def test_rows_of_the_fit_have_all_latents_of_their_silo(fitted, silos):
     mean, covariance = exact(silos)
     parts = fitted.predict(jax.random.key(1), silo="own rows", n=4_000)

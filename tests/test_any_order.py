@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from contextlib import suppress
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 import jax
@@ -128,14 +129,15 @@ def test_a_ledger_never_allows_more_than_its_policy(examples):
     run_as_test(LedgerInAnyOrder, examples)
 
 
-def normal(y):
+def hierarchy(y):
     mu = numpyro.sample("mu", dist.Normal(0, 10))
     with nf.silo_plate("row", len(y)):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        b = numpyro.sample("b", dist.Normal(mu, 1))
+        numpyro.sample("y", dist.Normal(b, 1), obs=y)
 
 
 DATA = {"y": np.array([1.0, 2.0, 4.0, 3.0])}
-NAMES = {"normal": normal}
+NAMES = {"hierarchy": hierarchy}
 
 
 def silo_of(folder=None, **rules):
@@ -144,26 +146,49 @@ def silo_of(folder=None, **rules):
 
 
 @cache
-def one_run():
-    """Return the messages of a run to its only silo, by number, and those before it."""
-    messages = []
+def messages():
+    """Return what is agreed before a run, how a run begins, and its further messages."""
+    sent = []
 
     class Listening(InMemory):
         def send(self, j, message, timeout):
-            messages.append(message)
+            sent.append(message)
             return super().send(j, message, timeout)
 
     there = nf.Federation(Listening([silo_of().answer]), names=NAMES)
-    nf.SFVI(normal, start=None).run(jax.random.key(0), ROUNDS, there, progress_bar=False)
-    before = [m for m in messages if not read(m).head["run"]]
-    return before, [m for m in messages if read(m).head["run"]]
+    method = nf.SFVI(hierarchy, start=None)
+    method.run(jax.random.key(0), ROUNDS, there, progress_bar=False)
+    before = [m for m in sent if not read(m).head["run"]]
+    return before, [m for m in sent if read(m).head["run"]]
+
+
+def message(run, k, number=0, used=0):
+    """Return the ``k``-th message of a run, as one of another run, number and state."""
+    head, arrays = read(messages()[1][k])
+    return write(arrays, head | {"run": run, "number": str(number), "used": str(used)})
+
+
+def answer(silo, sent):
+    """Return a silo's reply; None for a refusal."""
+    reply = silo.answer(sent)
+    return None if "error" in read(reply).head else reply
 
 
 @cache
-def replies():
-    """Return a silo's replies to the messages of the run, one after the other."""
-    silo, (before, run) = silo_of(), one_run()
-    return [silo.answer(message) for message in (*before, *run)][len(before) :]
+def undisturbed():
+    silo = silo_of()
+    for sent in messages()[0]:
+        assert answer(silo, sent) is not None
+    return silo
+
+
+@cache
+def expected(path):
+    """Return the last reply of a silo that is sent these messages, and nothing else."""
+    run = sha256(repr(path).encode()).hexdigest()[:32]
+    for number, k in enumerate(path):
+        reply = answer(undisturbed(), message(run, k, number, max(number - 1, 0)))
+    return reply
 
 
 class SiloInAnyOrder(RuleBasedStateMachine):
@@ -172,14 +197,15 @@ class SiloInAnyOrder(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp()) / "state"
-        self.at, self.computed, self.puts_left = {}, set(), None
+        # Of each run what was sent, and by the numbers of messages the paths to the silo's states.
+        self.sent, self.paths, self.answered, self.puts_left = {}, {}, 0, None
         machine, put = self, Store.put
 
         class Mortal(Store):
             def put(self, contents):
+                if machine.puts_left == 0:
+                    raise Killed
                 if machine.puts_left is not None:
-                    if machine.puts_left == 0:
-                        raise Killed
                     machine.puts_left -= 1
                 put(self, contents)
 
@@ -193,67 +219,73 @@ class SiloInAnyOrder(RuleBasedStateMachine):
 
     @rule()
     def start(self):
+        self.puts_left = None
         self.silo = silo_of(self.folder, max_places=PLACES)
-        for message in one_run()[0]:
-            assert "error" not in read(self.silo.answer(message)).head
-
-    def answer(self, run, k):
-        """Return the reply to the ``k``-th message of a run; None for a refusal."""
-        head, arrays = read(one_run()[1][k])
-        reply = self.silo.answer(write(arrays, head | {"run": run}))
-        return None if "error" in read(reply).head else reply
+        for sent in messages()[0]:
+            assert answer(self.silo, sent) is not None
 
     @property
     def places(self):
         return Ledger(nf.Policy(), Store(self.folder)).kept["places"]
 
-    runs = st.sampled_from(["aa" * 16, "bb" * 16, "cc" * 16])
-
-    @rule(run=runs, puts=st.sampled_from([None, None, 0, 1, 2]))
-    def go_on(self, run, puts):
-        """Send the next message of a run; the process may be killed before one of its writes."""
-        k = self.at.get(run, -1) + 1
-        if k == len(one_run()[1]):
-            return
-        before, self.puts_left = self.places, puts
+    @rule(
+        run=st.sampled_from(["aa" * 16, "bb" * 16]),
+        last_is_used=st.sampled_from([True, True, False]),
+        puts=st.sampled_from([None, None, 0, 1, 2]),
+    )
+    def go_on(self, run, last_is_used, puts):
+        """Send another message of a run; the process may be killed before one of its writes."""
+        before, number = self.places, len(self.sent.setdefault(run, []))
+        states = self.paths.get(run, {0: ()})
+        used = max(states) if last_is_used else min(states)
+        k = 1 + number % ROUNDS if number else 0
+        sent = message(run, k, number, used)
+        self.puts_left = puts
         try:
-            reply = self.answer(run, k)
+            reply = answer(self.silo, sent)
         except Killed:
-            self.puts_left = None
             self.start()
-            reply = self.answer(run, k)
+            reply = answer(self.silo, sent)
         self.puts_left = None
         if reply is None:
-            # The budget is spent; nothing but that is refused, and a first message costs nothing.
+            # The budget is spent, of which a first message needs nothing.
             assert k > 0
             assert before <= self.places == PLACES
             return
-        assert reply == replies()[k]
-        self.at[run] = k
-        if k:
-            self.computed.add((run, k))
+        path = (*states[used], k)
+        assert reply == expected(path)
+        self.sent[run].append(sent)
+        self.paths[run] = {number: path} if not number else {used: states[used], number: path}
+        self.answered += k > 0
 
-    @precondition(lambda self: self.at)
+    @precondition(lambda self: self.paths)
     @rule(data=st.data())
     def double(self, data):
         """Send the last message of a run again, which has the same reply and costs nothing."""
-        run, before = data.draw(st.sampled_from(sorted(self.at))), self.places
-        assert self.answer(run, self.at[run]) == replies()[self.at[run]]
+        run, before = data.draw(st.sampled_from(sorted(self.paths))), self.places
+        assert answer(self.silo, self.sent[run][-1]) == expected(
+            self.paths[run][max(self.paths[run])]
+        )
         assert self.places == before
 
-    @precondition(lambda self: any(self.at.values()))
+    @precondition(lambda self: any(len(sent) > 1 for sent in self.sent.values()))
     @rule(data=st.data())
     def replay(self, data):
-        """Send an earlier message of a run again, or one far ahead: it is refused."""
-        run = data.draw(st.sampled_from(sorted(r for r, k in self.at.items() if k)))
-        others = set(range(len(one_run()[1]))) - {self.at[run], self.at[run] + 1}
-        before = self.places
-        assert self.answer(run, data.draw(st.sampled_from(sorted(others)))) is None
+        """Send an earlier message again, or one that goes on from a state that is not kept."""
+        run = data.draw(
+            st.sampled_from(sorted(r for r, sent in self.sent.items() if len(sent) > 1))
+        )
+        number, before = len(self.sent[run]), self.places
+        others = sorted({*range(number + 2)} - set(self.paths[run]))
+        unknown = message(run, 1, number, data.draw(st.sampled_from(others)))
+        earlier = data.draw(st.sampled_from(self.sent[run][:-1]))
+        assert answer(self.silo, earlier) is None
+        assert answer(self.silo, unknown) is None
         assert self.places == before
 
     @invariant()
     def the_budget_is_kept(self):
-        assert len(self.computed) <= self.places <= PLACES
+        assert self.answered <= self.places <= PLACES
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)

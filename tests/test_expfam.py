@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
-from cases import mark_slow, slow_but
+from cases import slow_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpyro.distributions import biject_to
@@ -306,7 +306,6 @@ def test_fit_of_numpyros_densities_in_single_precision(name, q, eta):
 
 
 STEP = 1e-6
-BETA_SLOW = mark_slow(FAMILIES, ["beta"])  # of the class of the Dirichlet family
 
 
 @cache
@@ -342,7 +341,7 @@ def test_dual_gradient_is_the_gradient_in_the_mean_parameters(name):
     check(found["dual"], found["through the moments"], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", BETA_SLOW)
+@pytest.mark.parametrize("name", slow_but(FAMILIES, 1, 2))
 def test_a_move_is_that_of_the_natural_gradient_step(name):
     (mean, sd), (before, sd_before) = slopes(name)["spreads"]
     expected = [(mean - before) / (sd + sd_before), jnp.log(sd / sd_before) / 2]

@@ -447,6 +447,7 @@ def test_no_more_silos_are_asked_than_at_once(normal_silos):
     assert max(most) == 2
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_in_a_thread_is_heard(normal_silos):
     class Breaks(InMemory):
         def send(self, silo, message, timeout):

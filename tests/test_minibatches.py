@@ -315,6 +315,7 @@ def test_participants_count_for_all():
 FIELDS = ("model", "guide", "bound", "optim", "num_particles", "num_silos")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framed", [False, True])
 def test_a_silo_that_was_away_has_the_guide_that_it_had(double, framed):
     """As a function of the globals, wherever their centre is by now."""

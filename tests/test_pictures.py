@@ -72,6 +72,7 @@ def test_silos_that_are_not_there_are_refused(fitted):
         fitted.sample_posterior(KEY, 5, silo=[])
 
 
+@pytest.mark.slow
 def test_globals_are_drawn_over_their_prior(fitted):
     (ax,) = (a for a in fitted.plot().axes if a.axison)
     assert ax.get_xlabel() == "mu"
@@ -113,6 +114,7 @@ def test_a_check_has_the_outcomes_and_what_is_predicted(fitted):
     assert len([a for a in fitted.plot_check(2).axes if a.axison]) == 1
 
 
+@pytest.mark.slow
 def test_disagreement_is_drawn(fitted):
     table = fitted.disagreement()
     left, right = table.plot().axes
@@ -142,6 +144,7 @@ def test_figures_can_be_read_by_themselves(fitted):
     assert words(figure)[-1] == "limit for the longest bar"
 
 
+@pytest.mark.slow
 def test_silos_may_have_names(fitted):
     names = ["St. Mary", "North", "Bern"]
     labels = fitted.plot_silos("u", names=names).axes[0].get_yticklabels()

@@ -90,6 +90,7 @@ def test_slopes_are_those_of_arviz(fitted):
         assert slopes(x[name][:, None], part)[0] == pytest.approx(float(found[name]), abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_loaded_fit_answers_alike(fitted, silos, tmp_path):
     fitted.save(tmp_path / "fit")
     again = nf.load(tmp_path / "fit", model, silos)

@@ -96,6 +96,7 @@ def affine(prior, model, phi):
     return jax.tree.map(np.asarray, found(phi))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nf.BlockPrior, nf.LowRankPrior])
 @pytest.mark.parametrize("name", [pytest.param("gp", marks=pytest.mark.slow), "car"])
 def test_blocks_have_their_own_covariance(double, kind, name):
