@@ -6,7 +6,6 @@ nothing happened, and what was answered never costs more than the policy allows.
 
 import shutil
 import tempfile
-from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -20,23 +19,25 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    initialize,
     invariant,
     precondition,
     rule,
     run_state_machine_as_test,
 )
+from scipy.stats import norm
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.files import Store
 from numpyro_fed.network import InMemory
 from numpyro_fed.network.ledger import Ledger
-from numpyro_fed.privacy.budget import epsilon_of
 from numpyro_fed.rounds.messages import read, write
 
 EXAMPLES = [4, pytest.param(150, marks=pytest.mark.slow)]
 ORDER = ("own modes", "mode", "importance")
 PLACES, DRAWS, ROUNDS = 9, 1_000, 6
+ENDS = st.sampled_from(["answer", "refuse", "kill"])
 
 
 class Killed(BaseException):
@@ -55,6 +56,12 @@ def run_as_test(machine, examples):
     run_state_machine_as_test(machine, settings=many)
 
 
+def delta_of(epsilon, mu):
+    """Return the least delta of a Gaussian release of sensitivity ``mu`` (Balle and Wang 2018)."""
+    first, second = norm.cdf(mu / 2 - epsilon / mu), norm.cdf(-mu / 2 - epsilon / mu)
+    return first - np.exp(epsilon) * second
+
+
 class LedgerInAnyOrder(RuleBasedStateMachine):
     """A ledger beside a plain count of what was answered."""
 
@@ -65,6 +72,9 @@ class LedgerInAnyOrder(RuleBasedStateMachine):
             max_places=PLACES, max_draws=DRAWS, exchanges=ORDER, in_order=True, max_epsilon=1.0
         )
         self.spent, self.stage, self.noise = {"places": 0, "draws": 0}, 0, {}
+
+    @initialize()
+    def begin(self):
         self.start()
 
     def teardown(self):
@@ -76,12 +86,14 @@ class LedgerInAnyOrder(RuleBasedStateMachine):
 
     @rule(
         stage=st.integers(0, len(ORDER) - 1),
-        what=st.sampled_from(["places", "draws"]),
-        number=st.integers(0, 400),
-        end=st.sampled_from(["answer", "refuse", "kill"]),
+        asked=st.one_of(
+            st.tuples(st.just("places"), st.integers(0, PLACES)),
+            st.tuples(st.just("draws"), st.integers(0, DRAWS)),
+        ),
+        end=ENDS,
     )
-    def ask(self, stage, what, number, end):
-        limit = {"places": PLACES, "draws": DRAWS}[what]
+    def ask(self, stage, asked, end):
+        (what, number), limit = asked, {"places": PLACES, "draws": DRAWS}[asked[0]]
         allowed = stage >= self.stage and 0 < number <= limit - self.spent[what]
         try:
             with self.ledger.spending_evaluations(ORDER[stage], {what: number}):
@@ -103,18 +115,28 @@ class LedgerInAnyOrder(RuleBasedStateMachine):
         multiplier=st.sampled_from([6.0, 10.0, 40.0]),
         protects=st.sampled_from(["row add", "person add"]),
         delta=st.sampled_from([1e-7, 1e-3]),
+        end=ENDS,
     )
-    def spend(self, multiplier, protects, delta):
+    def spend(self, multiplier, protects, delta, end):
         after = self.noise | {protects: self.noise.get(protects, 0.0) + multiplier**-2}
         # Of what protects different things each counts as one with half of its noise.
         total = sum(after.values()) * (4 if len(after) > 1 else 1)
-        epsilon = epsilon_of((total**-0.5,), self.policy.max_delta)
-        allowed = delta <= self.policy.max_delta and epsilon <= 1.0
-        with suppress(ModelError), self.ledger.spending_privacy(multiplier, delta, protects):
-            assert allowed
-            self.noise = after
+        rules = self.policy.max_delta
+        allowed = delta <= rules and delta_of(self.policy.max_epsilon, total**0.5) <= rules
+        try:
+            with self.ledger.spending_privacy(multiplier, delta, protects):
+                assert allowed
+                counted = Ledger(self.policy, Store(self.folder)).kept
+                if end == "refuse":
+                    raise ModelError("the run cannot begin")
+        except ModelError:
+            if allowed:
+                assert end == "refuse"
             return
-        assert not allowed
+        self.noise = after
+        if end == "kill":
+            self.start()
+            assert self.ledger.kept == counted
 
     @invariant()
     def nothing_is_forgotten(self):
@@ -199,6 +221,10 @@ class SiloInAnyOrder(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp()) / "state"
         # Of each run what was sent, and by the numbers of messages the paths to the silo's states.
         self.sent, self.paths, self.answered, self.puts_left = {}, {}, 0, None
+        undisturbed()  # whose store is none of this machine's
+
+    @initialize()
+    def begin(self):
         machine, put = self, Store.put
 
         class Mortal(Store):
@@ -231,19 +257,21 @@ class SiloInAnyOrder(RuleBasedStateMachine):
     @rule(
         run=st.sampled_from(["aa" * 16, "bb" * 16]),
         last_is_used=st.sampled_from([True, True, False]),
-        puts=st.sampled_from([None, None, 0, 1, 2]),
+        puts=st.sampled_from([None, None, 0, 1, "all"]),
     )
     def go_on(self, run, last_is_used, puts):
-        """Send another message of a run; the process may be killed before one of its writes."""
+        """Send another message of a run; the process may be killed before or after its writes."""
         before, number = self.places, len(self.sent.setdefault(run, []))
         states = self.paths.get(run, {0: ()})
         used = max(states) if last_is_used else min(states)
         k = 1 + number % ROUNDS if number else 0
         sent = message(run, k, number, used)
-        self.puts_left = puts
+        self.puts_left = None if puts == "all" else puts
         try:
             reply = answer(self.silo, sent)
-        except Killed:
+            if puts == "all":
+                raise Killed
+        except Killed:  # the reply is lost: the server sends the message again
             self.start()
             reply = answer(self.silo, sent)
         self.puts_left = None
@@ -252,6 +280,9 @@ class SiloInAnyOrder(RuleBasedStateMachine):
             assert k > 0
             assert before <= self.places == PLACES
             return
+        # What was computed and not kept is computed, and counted, once more.
+        costs = [k > 0, 2 * (k > 0)] if puts == 1 else [k > 0]
+        assert self.places - before in costs
         path = (*states[used], k)
         assert reply == expected(path)
         self.sent[run].append(sent)

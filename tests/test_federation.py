@@ -646,12 +646,15 @@ def test_silos_do_not_share_the_programs_of_a_variable_that_has_changed(monkeypa
     def of_scale(y):
         mu = numpyro.sample("mu", dist.Normal(0, 10))
         with nf.silo_plate("row", len(y)):
-            numpyro.sample("y", dist.Normal(mu, read["scale"]), obs=y)
+            # Read at the silos' shape alone, and not at that of the plan's made-up data.
+            scale = read["scale"] if len(y) == 12 else 1.0
+            numpyro.sample("y", dist.Normal(mu, scale), obs=y)
 
     monkeypatch.setitem(NAMES, "of_scale", of_scale)
-    read, losses = {}, []
+    read, losses, silos = {}, [], []  # silos that live on keep their programs
     for read["scale"] in (1.0, 1.0, 1.1):
-        there = federation_of(silos_of(numbers()))
+        silos.append(silos_of(numbers()[2:] * 2))
+        there = federation_of(silos[-1])
         losses.append(nf.SFVI(of_scale, start=None).run(KEY, 2, there, **QUIET).losses[-1])
     assert losses[0] == losses[1] != losses[2]
 

@@ -39,6 +39,7 @@ from numpyro_fed.search.expand import flat_size
 from numpyro_fed.search.influence import Influence
 from numpyro_fed.search.run_search import coupling_reason
 from numpyro_fed.text.fingerprint import fingerprint
+from numpyro_fed.text.jaxprs import calls_back
 from numpyro_fed.text.layout import WHOLE, Layout, layout_of, minibatches_of_plates
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.plan import Facts, Plan, agree, check_plan, facts_of, with_terms
@@ -168,9 +169,15 @@ class PartySide(FederatedMethod[Found], Generic[Found, Prepared]):
                 "must have the same method and version."
             )
 
-    def fingerprint(self, plan: Plan) -> str | None:
-        """Return a hash of the model at a plan's shapes, with all numbers that it reads."""
-        return fingerprint(self._split(plan), [plan.template()])
+    def fingerprint(self, plan: Plan, data: SiloData) -> str | None:
+        """Return a hash of the model at a plan's and a silo's shapes, with what it reads.
+
+        None where functions that a program calls back decide what it computes.
+        """
+        fm = self._split(plan)
+        if calls_back(fm.traces.at(data).program):
+            return None
+        return fingerprint(fm, [plan.template(), data])
 
     def build(self, plan: Plan) -> Built:
         """Return the algorithm from model and plan, the same at the server and at every silo."""

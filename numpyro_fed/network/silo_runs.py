@@ -16,13 +16,14 @@ import copy
 import hashlib
 import json
 import secrets
-import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from threading import Lock
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +61,8 @@ from numpyro_fed.text.plan import Plan
 from numpyro_fed.vertical.method import VerticalMethod
 
 AnyMethod = RowMethod[Any, Any] | VerticalMethod[Any]
-# Compiled exchanges that a silo keeps. A run has at most ten; a server that asks for corrections of
-# ever other settings would otherwise fill the silo's memory.
+# Compiled exchanges of a plan that are kept. A run has at most ten; a server that asks for
+# corrections of ever other settings would otherwise fill the memory.
 MAX_PROGRAMS = 32
 # Runs whose states a silo keeps. A call of ``nf.fit`` makes some six, of which it may correct any.
 # More take more of the silo's disk, two states each.
@@ -174,11 +175,13 @@ class SiloRuns:
         if (plan, number) != self._accepted:
             agreed = Plan.from_json(plan)
             self.method.check_plan(agreed, self.facts, number)
-            programs = _programs(self.method, agreed)
             data = self.method.read_silo(self._silo, agreed, number)
+            programs = shared_programs(self.method, agreed, data)
             size = self.method.size_of(agreed, programs.built, data)
             self._number, self._data, self.size = number, data, size
-            self._programs, self._checked = programs, set[tuple[bool, ExchangeId]]()
+            self._programs, self._checked = programs, set[tuple[_Programs, ExchangeId]]()
+            # The posterior here, by what kind of run has begun and a message's settings.
+            self._posterior = lru_cache(MAX_PROGRAMS)(self._posterior_of)
             self._accepted = plan, number
         # No runs but those in the store, which are read when needed. The one that was used least
         # recently stands first.
@@ -224,14 +227,19 @@ class SiloRuns:
         """Return the programs for runs that began by the message ``beginning``."""
         return self._programs.without_start if beginning == WITHOUT_START else self._programs
 
+    def _posterior_of(self, beginning: str, settings: str) -> AtSilo:
+        """Return the posterior at this silo, by the settings of a message with draws."""
+        programs, asked = self._programs_of(beginning), ExchangeId(DRAWS, settings)
+        return self.method.posterior_at(programs.plan, programs.built, asked.read_settings())
+
     def exchange_of(self, question: Question) -> tuple[Exchange[Any, Any, Any], Any]:
         """Return the exchange of a question, compiled, and the shapes of the server's message."""
         programs = self._programs_of(self._run_of(question).beginning)
-        if (asked := (programs is self._programs, question.id)) not in self._checked:
+        if (programs, question.id) not in self._checked:
             self.method.check_exchange(programs.built, question.id, self._number, self._data)
             if len(self._checked) == MAX_PROGRAMS:
                 self._checked.clear()
-            self._checked.add(asked)
+            self._checked.add((programs, question.id))
         return programs.exchange(question.id, self._data)
 
     def handle(self, message: bytes, cost: AbstractContextManager[None]) -> bytes:
@@ -273,7 +281,7 @@ class SiloRuns:
         exchange, expected = self.exchange_of(question)
         key, down = silo_key(self._key(arrays), self._number), unpack("down", expected, arrays)
         _refuse_unknown(arrays)
-        with programs.one_at_first(question.id, self._data):
+        with programs.one_at_first(question.id):
             noise = exchange.silo_noise(key, before)
             sent, after = exchange.silo(noise, down, before, self._data)
         if isinstance(after, Sampled):
@@ -302,7 +310,7 @@ class SiloRuns:
         key_silo = jax.random.fold_in(self._key(arrays), self._number)
         _refuse_unknown(arrays)
         programs = self._programs_of(question.exchange)
-        with programs.one_at_first(ExchangeId(question.exchange), self._data):
+        with programs.one_at_first(ExchangeId(question.exchange)):
             state = programs.init[question.exchange](key_silo, self._data)
         state = drop_weak_types(state)
         return RunStates(question.exchange, {question.number: state})
@@ -318,7 +326,7 @@ class SiloRuns:
             )
         run = self._run_of(question)
         held = Held(self._number, run.state_at(question), self._data)
-        return self._programs_of(run.beginning).posterior(question.settings), arrays, held
+        return self._posterior(run.beginning, question.settings), arrays, held
 
     def _run_of(self, question: Question) -> RunStates:
         """Return the states of the run of a message."""
@@ -348,88 +356,85 @@ class SiloRuns:
 
 
 class _Programs:
-    """The compiled functions of silos that have the same method, plan and text."""
+    """What is built and compiled of a plan, for silos whose data have one shape."""
 
     def __init__(self, method: AnyMethod, plan: Plan, built: Built):
-        self.built, algorithm = built, built.algorithm
-        self._method, self._lock, self._ran = method, threading.RLock(), set[object]()
-        self._inits = {BEGIN: algorithm.init_silo, SEARCH: built.first_algorithm.init_silo}
-        self._inits[WITHOUT_START] = self._inits[BEGIN]
-        self.init = {name: jax.jit(init) for name, init in self._inits.items()}
-        run_rounds = (*built.opening, algorithm.round)
+        self.plan, self.built, self._method = plan, built, method
+        begin, search = built.algorithm.init_silo, built.first_algorithm.init_silo
+        self.init = {
+            name: jax.jit(search if name == SEARCH else begin)
+            for name in (BEGIN, SEARCH, WITHOUT_START)
+        }
+        run_rounds = (*built.opening, built.algorithm.round)
         # All other exchanges (an evaluation, a correction) leave the silo's state as it is.
         self.stateful = {exchange.name for round_ in run_rounds for exchange in round_.exchanges}
-        # Exchanges, compiled; the shapes of the server's message, by those of a silo's data, too.
-        self._compiled: dict[ExchangeId, Exchange[Any, Any, Any]] = {}
-        self._expected: dict[tuple[ExchangeId, Hashable], Any] = {}
-        # The posterior at a silo, by the settings of a message with draws.
-        self.posterior: Callable[[str], AtSilo] = lru_cache(MAX_PROGRAMS)(
-            lambda settings: method.posterior_at(
-                plan, built, ExchangeId(DRAWS, settings).read_settings()
-            )
-        )
+        # Exchanges, compiled, each with the shapes of the server's message.
+        self._exchanges: dict[ExchangeId, tuple[Exchange[Any, Any, Any], Any]] = {}
+        # Those that have run once, and locks for the others.
+        self._have_run, self._locks = set[ExchangeId](), defaultdict[ExchangeId, Lock](Lock)
+        self._building = Lock()
+        self._without_start: _Programs | None = None
 
-    @cached_property
+    @property
     def without_start(self) -> _Programs:
         """Return the programs of the same method for a run without a start."""
         if self.built.without_start is None:
             return self
-        return _Programs(self._method, *self.built.without_start())
+        with self._building:
+            if self._without_start is None:
+                self._without_start = _Programs(self._method, *self.built.without_start())
+            return self._without_start
 
     def state_shapes(self, data: SiloData) -> list[Any]:
         """Return the structures of the states that a silo with these data may have."""
-        key, both = jax.random.key(0), (self._inits[SEARCH], self._inits[BEGIN])
-        return [jax.eval_shape(init, key, data) for init in both]
+        return [jax.eval_shape(self.init[n], jax.random.key(0), data) for n in (SEARCH, BEGIN)]
 
     def exchange(self, asked: ExchangeId, data: SiloData) -> tuple[Exchange[Any, Any, Any], Any]:
-        """Return an exchange, compiled, and the shapes of the message to a silo that holds data."""
-        shapes = signature(data)
-        with self._lock:
-            if (asked, shapes) not in self._expected:
-                if len(self._compiled) >= MAX_PROGRAMS:
-                    self._compiled.clear()
-                    self._expected.clear()
-                    self._ran.clear()
+        """Return an exchange, compiled, and the shapes of the server's message."""
+        if (found := self._exchanges.get(asked)) is not None:
+            return found
+        with self._building:
+            if asked not in self._exchanges:
+                if len(self._exchanges) >= MAX_PROGRAMS:
+                    self._exchanges.clear()
+                    self._have_run.clear()
+                    self._locks.clear()
                 round_, sender = self._method.round_of(self.built, asked)
                 for exchange, down, _ in message_shapes(sender, (round_,), data):
-                    self._compiled.setdefault(exchange.id, exchange.compiled())
-                    self._expected[exchange.id, shapes] = down
-            if (asked, shapes) not in self._expected:
+                    self._exchanges.setdefault(exchange.id, (exchange.compiled(), down))
+            if (found := self._exchanges.get(asked)) is None:
                 raise unknown_exchange(asked.name)
-            return self._compiled[asked], self._expected[asked, shapes]
+            return found
 
     @contextmanager
-    def one_at_first(self, asked: ExchangeId, data: SiloData) -> Iterator[None]:
+    def one_at_first(self, asked: ExchangeId) -> Iterator[None]:
         """Let one silo at a time run a program for the first time, so that one compiles it."""
-        program = asked, signature(data)
-        if program in self._ran:
-            yield
-            return
-        with self._lock:
-            yield
-            self._ran.add(program)
+        if asked not in self._have_run:
+            with self._locks[asked]:
+                if asked not in self._have_run:
+                    yield
+                    self._have_run.add(asked)
+                    return
+        yield
 
 
-# Programs by what they depend on. They hold their method and its model, whose ids are in the key:
-# no other object gets these.
-_SHARED: OrderedDict[Hashable, _Programs] = OrderedDict()
-_BUILDING = threading.Lock()
+# Programs of this process's silos, by all that they depend on, for as long as a silo has them.
+_SHARED: WeakValueDictionary[Hashable, _Programs] = WeakValueDictionary()
+_BUILDING = Lock()
 
 
-def _programs(method: AnyMethod, plan: Plan) -> _Programs:
-    """Return the programs of a plan, which silos of this process with the same text share."""
-    text = method.fingerprint(plan)
-    if text is None:
+def shared_programs(method: AnyMethod, plan: Plan, data: SiloData) -> _Programs:
+    """Return the programs of a plan; silos with one text and data of one shape share them."""
+    made, text = recipe(method, ""), method.fingerprint(plan, data)
+    if text is None or made.lost:  # it cannot be told whether another silo's are the same
         return _Programs(method, plan, method.build(plan))
-    # As JSON, since a plan may hold NaN, which is not equal to itself.
-    made = recipe(method, "")
-    settings = id(method) if made.lost else json.dumps((made.method, made.settings))
-    key = id(method.model), settings, text, plan.to_json(), is_double()
+    # The programs hold their method and its model, so that no other model gets this id. The plan as
+    # JSON, since it may hold NaN, which is not equal to itself.
+    what = type(method), json.dumps(made.settings), id(method.model), text, plan.to_json()
+    key = what, signature(data), is_double()
     with _BUILDING:
-        found = _SHARED.pop(key, None) or _Programs(method, plan, method.build(plan))
-        _SHARED[key] = found
-        while len(_SHARED) > MAX_PROGRAMS:
-            _SHARED.popitem(last=False)
+        if (found := _SHARED.get(key)) is None:
+            found = _SHARED[key] = _Programs(method, plan, method.build(plan))
         return found
 
 

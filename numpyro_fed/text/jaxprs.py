@@ -90,6 +90,14 @@ def inner_programs(eqn: JaxprEqn) -> list[Program]:
     return found
 
 
+def calls_back(program: Program) -> bool:
+    """Return whether a program calls Python functions while it runs."""
+    return any(
+        "callback" in eqn.primitive.name or any(map(calls_back, inner_programs(eqn)))
+        for eqn in program.jaxpr.eqns
+    )
+
+
 def called_program(eqn: JaxprEqn) -> Program | None:
     """Return the program that ``jit``, ``checkpoint`` and the like call; None for others."""
     inner = inner_programs(eqn)

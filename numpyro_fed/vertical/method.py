@@ -401,7 +401,7 @@ class VerticalMethod(FederatedMethod[Outcome]):
     ) -> Any:
         return self.result_class(run.losses, run.state, compiled, hosted)
 
-    def fingerprint(self, plan: Plan) -> str | None:
+    def fingerprint(self, plan: Plan, data: SiloData) -> str | None:
         """Return None: clients differ in their columns, and share no programs."""
         return None
 
