@@ -15,6 +15,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from cases import slow_but
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -34,7 +35,6 @@ from numpyro_fed.network import InMemory
 from numpyro_fed.network.ledger import Ledger
 from numpyro_fed.rounds.messages import read, write
 
-EXAMPLES = [4, pytest.param(150, marks=pytest.mark.slow)]
 ORDER = ("own modes", "mode", "importance")
 PLACES, DRAWS, ROUNDS = 9, 1_000, 6
 ENDS = st.sampled_from(["answer", "refuse", "kill"])
@@ -146,7 +146,7 @@ class LedgerInAnyOrder(RuleBasedStateMachine):
         assert min(self.ledger.left.values()) >= -1e-9
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
+@pytest.mark.parametrize("examples", slow_but([10, 300], 0))
 def test_a_ledger_never_allows_more_than_its_policy(examples):
     run_as_test(LedgerInAnyOrder, examples)
 
@@ -319,6 +319,6 @@ class SiloInAnyOrder(RuleBasedStateMachine):
         assert self.answered <= self.places <= PLACES
 
 
-@pytest.mark.parametrize("examples", EXAMPLES)
+@pytest.mark.parametrize("examples", slow_but([3, 25], 0))
 def test_a_silo_answers_once_and_the_same_whatever_happens(examples):
     run_as_test(SiloInAnyOrder, examples)
