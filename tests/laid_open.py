@@ -34,6 +34,7 @@ __all__ = [
     "inside",
     "joint_density",
     "kept_fits",
+    "key_at",
     "laid_open",
     "laid_open_columns",
     "parameters",
@@ -178,6 +179,11 @@ def kept_fits(method: Any) -> dict[Any, Any]:
 def secret_of(node: Any) -> Any:
     """The key that a node tells nobody."""
     return node._secret
+
+
+def key_at(runs: Any, words: np.ndarray) -> np.ndarray:
+    """What a silo makes of the key in a message."""
+    return np.asarray(jax.random.key_data(runs._key({"key": words})))
 
 
 def questions(checks: Any) -> dict[Any, Any]:

@@ -135,6 +135,9 @@ def likelihoods(a, b):
     }
 
 
+HALF = 0.5 * np.log(2 * np.pi)
+
+
 def at(fn, value):
     return log_prob({"fn": fn, "value": value, "intermediates": None, "scale": None})
 
@@ -289,7 +292,6 @@ def ordinary(log_size, log_mean):
     ]
 
 
-@pytest.mark.slow
 def test_elsewhere_the_numbers_are_numpyros():
     names = []
 
@@ -306,6 +308,18 @@ def test_elsewhere_the_numbers_are_numpyros():
         # NumPyro's betaln has five digits.
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-12, err_msg=name)
     assert accurate(normal := dist.Normal(Y, 1.0).to_event(1)) is normal
+
+
+def test_components_of_a_mixture_are_accurate_each_by_itself():
+    def mixture(*components):
+        return dist.MixtureGeneral(dist.Categorical(probs=np.array([0.3, 0.7])), list(components))
+
+    far = dist.Gamma(1e7, 1e7), dist.HalfNormal(1.0)
+    better = accurate(mixture(*far))
+    assert better.component_distributions[1] is far[1]
+    normal = np.log(2.0) - 0.5 - HALF
+    expected = np.logaddexp(np.log(0.3) + accurate(far[0]).log_prob(1.0), np.log(0.7) + normal)
+    np.testing.assert_allclose(better.log_prob(1.0), expected, rtol=1e-5)
 
 
 @pytest.mark.slow

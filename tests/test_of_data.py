@@ -280,3 +280,11 @@ def test_a_script_that_goes_on_is_given_the_replies_so_far(tmp_path):
 
     first = nf.levels(there(CITY), ["city"])
     assert nf.levels(there(dict(city=["Rome"] * 9)), ["city"]) == first
+
+
+def test_levels_of_as_many_rows_as_the_policy_says_are_told():
+    policy = nf.Policy(min_rows=10, min_count=3)
+    policy.check_levels(10, 3)
+    for rows, count in ((9, 3), (10, 2)):
+        with pytest.raises(ModelError):
+            policy.check_levels(rows, count)

@@ -15,6 +15,7 @@ from scipy import stats
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import NonFiniteError
+from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.exchange import Combine, Replies, combine
 from numpyro_fed.rounds.step import replayed_part
 
@@ -56,6 +57,10 @@ def test_a_mean_with_known_variance_reaches_its_posterior(sizes, num_particles):
     covariance = 1.5**2 * np.eye(len(Y)) + 2.0**2
     evidence = stats.multivariate_normal(np.full(len(Y), 0.5), covariance).logpdf(Y)
     np.testing.assert_allclose(-result.losses[-10:], evidence, atol=1e-3)
+    # By the losses of the last window a run is judged.
+    np.testing.assert_allclose(
+        result.state.server.course.loss, result.losses[-convergence.WINDOW :].mean(), rtol=1e-5
+    )
 
 
 two_coefficients = models.linear(1, 0.8)

@@ -8,7 +8,8 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from apart import Apart
-from laid_open import laid_open_columns, secret_of
+from laid_open import key_at, laid_open_columns, secret_of
+from silo_process import NAMES
 from vertical_problems import KEY, data, gaussian, linear, one_silo, over_nodes
 
 import numpyro_fed as nf
@@ -155,3 +156,18 @@ def test_nodes_hand_over_the_columns_that_they_hold():
     xs, y = data()
     with pytest.raises(nf.ModelError, match="columns"):
         Apart(nf.VFL(model), xs).run(KEY, 1, y)
+
+
+@pytest.mark.parametrize(("name", "is_fresh"), [("augmented", True), ("exact", False)])
+def test_noise_that_hides_is_new_each_time_whatever_the_server_sends(name, is_fresh):
+    """A server that repeats a key would see two replies whose noise is the same."""
+    columns, words = np.ones((10, 2)), np.array([1, 2], np.uint32)
+    runs = SiloRuns(NAMES[name], columns)
+    keys = [key_at(runs, words) for _ in range(2)]
+    assert (keys[0] == keys[1]).all() != is_fresh
+    told = jax.random.key_data(jax.random.wrap_key_data(words))
+    assert (keys[0] == told).all() != is_fresh
+    # A secret of the owner's own hides the server's key, and the same key has the same noise.
+    own = SiloRuns(NAMES[name], columns, secret=jax.random.key(3))
+    assert (key_at(own, words) == key_at(own, words)).all()
+    assert (key_at(own, words) != told).any()
