@@ -322,3 +322,16 @@ class SiloInAnyOrder(RuleBasedStateMachine):
 @pytest.mark.parametrize("examples", slow_but([3, 25], 0))
 def test_a_silo_answers_once_and_the_same_whatever_happens(examples):
     run_as_test(SiloInAnyOrder, examples)
+
+
+def test_an_exchange_is_checked_before_it_is_answered(monkeypatch):
+    def refuse(method, built, asked, number, data):
+        raise ModelError("rows of this silo read each other")
+
+    silo, run = silo_of(), "dd" * 16
+    for sent in (*messages()[0], message(run, 0)):
+        assert answer(silo, sent) is not None
+    monkeypatch.setattr(nf.SFVI, "check_exchange", refuse)
+    assert answer(silo, message(run, 1, 1)) is None
+    monkeypatch.undo()
+    assert answer(silo, message(run, 1, 1)) is not None

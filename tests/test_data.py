@@ -1,15 +1,19 @@
 """What a silo holds: reading and checking it, padding, bucketing, stacking."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, ModelError
-from numpyro_fed.data.padding import arrays_with_rows, group_lengths
+from numpyro_fed.data.padding import FEW_ROWS, WASTE, arrays_with_rows, group_lengths
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.testing import check_decomposition
 from numpyro_fed.text.layout import layout_and_buckets
@@ -299,3 +303,30 @@ def test_arrays_from_outside_the_text_are_not_taken_for_double_ones():
     result = nf.PVI(model).run(jax.random.key(0), 1, silos, progress_bar=False)
     assert result.state.server is not None
     assert jax.tree.leaves(result.sample_posterior(jax.random.key(1), 3))[0].dtype == jnp.float32
+
+
+def partitions(lengths):
+    """All ways to cut sorted lengths into runs of neighbours, alike lengths together."""
+    distinct = sorted(set(lengths))
+    for cuts in itertools.product([False, True], repeat=len(distinct) - 1):
+        groups = [[distinct[0]]]
+        for length, cut_here in zip(distinct[1:], cuts, strict=True):
+            if cut_here:
+                groups.append([])
+            groups[-1].append(length)
+        yield groups
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.one_of(st.integers(1, 12), st.integers(200, 512)), min_size=4, max_size=12))
+def test_groups_are_as_few_as_the_waste_allows_and_then_pad_least(lengths):
+    def padded(groups):
+        return sum(max(g) * sum(n in g for n in lengths) for g in groups)
+
+    found = group_lengths(lengths)
+    mine = [sorted({n for n, i in zip(lengths, found, strict=True) if i == j}) for j in set(found)]
+    limit = max(WASTE * sum(lengths), FEW_ROWS)
+    allowed = [groups for groups in partitions(lengths) if padded(groups) <= limit]
+    fewest = min(map(len, allowed))
+    assert len(mine) == fewest
+    assert padded(mine) == min(padded(groups) for groups in allowed if len(groups) == fewest)

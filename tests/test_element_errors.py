@@ -196,3 +196,18 @@ def test_names_of_many_elements_are_shortened():
     x = stats.t(1).rvs((8_000, 6), np.random.default_rng(0))
     words = ElementErrors.of({"u": x}, {"u"}, even(8_000)).words(BOUND)
     assert words == "the mean of 'u[0]', 'u[1]', 'u[2]' and 3 more rests on a few draws far out"
+
+
+def test_errors_are_those_computed_by_hand():
+    """Of the mean and the sd in sds, and the larger one of both of the normal scores."""
+    x, w = np.array([3.0, -1.0, 0.5, 7.0, 2.0]), np.array([0.1, 0.3, 0.2, 0.1, 0.3])
+    found = ElementErrors.of({"x": x}, {"x"}, w).error[:, 0]
+    sd = np.sqrt(w @ (x - w @ x) ** 2)
+    standard = (x - w @ x) / sd
+    # A draw's score is that of the middle of its share: -1 has the lowest 0.3, 0.5 the next 0.2 ...
+    scores = stats.norm.ppf([0.85, 0.15, 0.4, 0.95, 0.65])
+
+    def errors(f):
+        return [np.sqrt(w**2 @ f**2), np.sqrt(w**2 @ ((f**2 - 1) / 2) ** 2)]
+
+    np.testing.assert_allclose(found, [*errors(standard), max(errors(scores))], rtol=1e-10)

@@ -696,3 +696,18 @@ def test_a_global_of_as_many_numbers_as_an_array_is_long_is_left_alone():
             numpyro.sample("y", dist.Normal(b @ x, 1), obs=y)
 
     assert split(model, read([{"x": np.ones((3, 3)), "y": np.zeros(3)}] * 2)).dim == 3
+
+
+@pytest.mark.parametrize("of_rows", [True, False])
+def test_whether_latents_of_rows_can_be_drawn_depends_on_their_own_prior(of_rows):
+    flat = dist.ImproperUniform(constraints.real, (), ())
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1) if of_rows else flat)
+        with silo_plate("row", len(y)):
+            b = numpyro.sample("b", flat if of_rows else dist.Normal(mu, 1))
+            numpyro.sample("y", dist.Normal(mu + b, 1), obs=y)
+
+    found = split(model, read([{"y": np.zeros(3)}]))
+    assert found.draws_local != of_rows
+    assert found.not_drawable == {"b" if of_rows else "mu"}
