@@ -29,6 +29,33 @@ def noise(rounds, dim, scale=1.0, seed=0):
     return scale * jax.random.normal(jax.random.key(seed), (rounds, dim))
 
 
+def test_windows_have_the_means_and_errors_of_their_own_rounds():
+    window, stride = convergence.WINDOW, convergence.STRIDE
+    rounds = 3 * window + 7
+    losses, path = 1e4 + noise(rounds, 1)[:, 0], noise(rounds, 2).at[:, 1].set(5.0)
+
+    def one(course, seen):
+        course = convergence.update(course, *seen, whitened=False)
+        return course, course
+
+    _, found = jax.lax.scan(one, convergence.init(path[0]), (losses, path))
+    losses, path = np.asarray(losses, float), np.asarray(path, float)
+    for n in (window // 2, window, 2 * window, rounds):
+        course = jax.tree.map(lambda a, n=n: np.asarray(a[n - 1], float), found)
+        ended = (n - 1) // window * window
+        inside = losses[ended:n]
+        np.testing.assert_allclose(course.loss, inside.mean(), rtol=1e-6)
+        np.testing.assert_allclose(course.squares, ((inside - inside.mean()) ** 2).sum(), rtol=0.05)
+        if n % window:
+            continue
+        np.testing.assert_allclose(course.mean_before, inside.mean(), rtol=1e-6)
+        expected = inside.std(ddof=1) / np.sqrt(window)
+        np.testing.assert_allclose(course.error_before, expected, rtol=0.05)
+        read = path[ended + stride - 1 : n : stride]
+        np.testing.assert_allclose(course.params, read.mean(0), rtol=1e-5)
+        assert course.path[1] == course.travel[1] == 0  # it has not moved
+
+
 def test_shaking_is_rest():
     rounds = 1_000
     path = noise(rounds, 5, 0.01)

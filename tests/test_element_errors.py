@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from numpyro_fed.weigh.element_errors import ElementErrors, tail_shape
-from numpyro_fed.weigh.weights import Weights, smooth_tail
+from numpyro_fed.weigh.element_errors import ElementErrors, moments, tail_shape
+from numpyro_fed.weigh.weights import Weights, replace_weightless, smooth_tail
 
 BOUND = 0.03
 
@@ -211,3 +211,30 @@ def test_errors_are_those_computed_by_hand():
         return [np.sqrt(w**2 @ f**2), np.sqrt(w**2 @ ((f**2 - 1) / 2) ** 2)]
 
     np.testing.assert_allclose(found, [*errors(standard), max(errors(scores))], rtol=1e-10)
+
+
+def test_moments_and_their_distance_to_the_fit_are_those_computed_by_hand():
+    z = np.array([[1.0, 1e8], [3.0, 1e8 + 2], [-2.0, 1e8 + 5], [0.5, 1e8 - 1], [9.0, 1e8 + 7]])
+    w, guide = np.array([0.1, 0.3, 0.2, 0.4, 0.0]), np.array([True, False, True, True, True])
+    found, u = moments(z, w, guide), guide / 4
+    centred = z - [0.0, 1e8]
+    mean = w @ centred
+    sd = np.sqrt(w @ (centred - mean) ** 2)
+    np.testing.assert_allclose(found.mean, mean + np.array([0.0, 1e8]), rtol=1e-15)
+    np.testing.assert_allclose(found.sd, sd, rtol=1e-12)
+    fit_mean = u @ centred
+    fit_sd = np.sqrt(u @ (centred - fit_mean) ** 2)
+    np.testing.assert_allclose(found.shift, [(fit_mean - mean) / sd, (fit_sd - sd) / sd], rtol=1e-7)
+    f = (centred - mean) / sd
+    errors = [np.sqrt((u - w) ** 2 @ g**2) for g in (f, (f**2 - 1) / 2)]
+    np.testing.assert_allclose(found.shift_error, errors, rtol=1e-7)
+    # Further draws of the fit stand beside draws that the guide has nothing of.
+    more = moments(z[:3], w[:3] / w[:3].sum(), guide[:3], z[3:])
+    both = moments(z, np.append(w[:3] / w[:3].sum(), [0, 0]), np.arange(5) >= 3)
+    for one, other in zip(more, both, strict=True):
+        np.testing.assert_allclose(one, other)
+
+
+def test_draws_without_weight_are_replaced_by_the_heaviest():
+    z, w = np.array([[1.0, 2.0], [np.inf, np.nan], [3.0, 4.0]]), np.array([0.2, 0.0, 0.8])
+    assert replace_weightless(z, w).tolist() == [[1.0, 2.0], [3.0, 4.0], [3.0, 4.0]]
