@@ -84,6 +84,22 @@ class LedgerInAnyOrder(RuleBasedStateMachine):
     def start(self):
         self.ledger = Ledger(self.policy, Store(self.folder))
 
+    def is_counted(self, spending, allowed, end):
+        """Answer a message, which may be refused or end the process; return whether it counts."""
+        try:
+            with spending:
+                assert allowed
+                counted = Ledger(self.policy, Store(self.folder)).kept
+                if end == "refuse":
+                    raise ModelError("what the message asks for cannot be had")
+        except ModelError:
+            assert not allowed or end == "refuse"
+            return False
+        if end == "kill":  # it has counted before it computed
+            self.start()
+            assert self.ledger.kept == counted
+        return True
+
     @rule(
         stage=st.integers(0, len(ORDER) - 1),
         asked=st.one_of(
@@ -95,21 +111,9 @@ class LedgerInAnyOrder(RuleBasedStateMachine):
     def ask(self, stage, asked, end):
         (what, number), limit = asked, {"places": PLACES, "draws": DRAWS}[asked[0]]
         allowed = stage >= self.stage and 0 < number <= limit - self.spent[what]
-        try:
-            with self.ledger.spending_evaluations(ORDER[stage], {what: number}):
-                assert allowed
-                counted = Ledger(self.policy, Store(self.folder)).kept
-                if end == "refuse":
-                    raise ModelError("what the message asks for cannot be had")
-        except ModelError:
-            if allowed:
-                assert end == "refuse"
-            return
-        # A process that was killed has counted before it computed.
-        self.spent[what], self.stage = self.spent[what] + number, stage
-        if end == "kill":
-            self.start()
-            assert self.ledger.kept == counted
+        spending = self.ledger.spending_evaluations(ORDER[stage], {what: number})
+        if self.is_counted(spending, allowed, end):
+            self.spent[what], self.stage = self.spent[what] + number, stage
 
     @rule(
         multiplier=st.sampled_from([6.0, 10.0, 40.0]),
@@ -123,20 +127,9 @@ class LedgerInAnyOrder(RuleBasedStateMachine):
         total = sum(after.values()) * (4 if len(after) > 1 else 1)
         rules = self.policy.max_delta
         allowed = delta <= rules and delta_of(self.policy.max_epsilon, total**0.5) <= rules
-        try:
-            with self.ledger.spending_privacy(multiplier, delta, protects):
-                assert allowed
-                counted = Ledger(self.policy, Store(self.folder)).kept
-                if end == "refuse":
-                    raise ModelError("the run cannot begin")
-        except ModelError:
-            if allowed:
-                assert end == "refuse"
-            return
-        self.noise = after
-        if end == "kill":
-            self.start()
-            assert self.ledger.kept == counted
+        spending = self.ledger.spending_privacy(multiplier, delta, protects)
+        if self.is_counted(spending, allowed, end):
+            self.noise = after
 
     @invariant()
     def nothing_is_forgotten(self):

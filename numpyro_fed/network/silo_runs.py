@@ -356,7 +356,7 @@ class SiloRuns:
 
 
 class _Programs:
-    """What is built and compiled of a plan, for silos whose data have one shape."""
+    """The algorithm of a plan with its compiled programs, for silos whose data have one shape."""
 
     def __init__(self, method: AnyMethod, plan: Plan, built: Built):
         self.plan, self.built, self._method = plan, built, method
@@ -425,7 +425,9 @@ _BUILDING = Lock()
 
 def shared_programs(method: AnyMethod, plan: Plan, data: SiloData) -> _Programs:
     """Return the programs of a plan; silos with one text and data of one shape share them."""
-    made, text = recipe(method, ""), method.fingerprint(plan, data)
+    made = recipe(method, "")
+    # Clients that hold columns differ in them.
+    text = method.fingerprint(plan, data) if isinstance(method, RowMethod) else None
     if text is None or made.lost:  # it cannot be told whether another silo's are the same
         return _Programs(method, plan, method.build(plan))
     # The programs hold their method and its model, so that no other model gets this id. The plan as

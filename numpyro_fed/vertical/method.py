@@ -401,10 +401,6 @@ class VerticalMethod(FederatedMethod[Outcome]):
     ) -> Any:
         return self.result_class(run.losses, run.state, compiled, hosted)
 
-    def fingerprint(self, plan: Plan, data: SiloData) -> str | None:
-        """Return None: clients differ in their columns, and share no programs."""
-        return None
-
     def build(self, plan: Plan) -> Built:
         """Return the algorithm from model and plan, the same at every party."""
         return self.assemble(self._split(plan))
