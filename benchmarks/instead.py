@@ -9,7 +9,8 @@ log odds ratio, with an interval of 90 %, and how far hospitals differ. Compared
 - *meta-analysis*: these estimates by their inverse variances, with random effects (DerSimonian and
   Laird 1986), which is what most networks do;
 - *PQL*: penalised quasi-likelihood, as dPQL (Luo et al. 2022) computes it from sums;
-- *glmer*: lme4's Laplace approximation on pooled rows, if Rscript is installed;
+- *BFI*: the R package of Pazira et al. (2024), with an intercept for each hospital;
+- *glmer*: lme4's Laplace approximation on pooled rows; both where R has the package;
 - *nf.fit*;
 - *NUTS* on pooled rows, for the first few registries.
 
@@ -185,23 +186,49 @@ def by_nuts(hospitals: list[Hospital]) -> Estimate:
     return of_draws(*(np.ravel(nuts.globals[name]) for name in ("log_or", "sd")))
 
 
-R = """
-suppressMessages(library(lme4))
+# R programs: for each registry, a file, an estimate, its error, the sd of hospitals and seconds.
+EACH_FILE = """
 folder <- commandArgs(TRUE)[1]
 files <- sort(list.files(folder, pattern = "csv$", full.names = TRUE))
 out <- lapply(files, function(f) {
   d <- read.csv(f)
-  t <- system.time(m <- suppressWarnings(suppressMessages(
-    glmer(died ~ treated + I((age - 64) / 10) + (1 | hospital), d, binomial))))[["elapsed"]]
-  s <- summary(m)$coefficients["treated", 1:2]
-  c(s, attr(VarCorr(m)$hospital, "stddev"), t)
+  d$age <- (d$age - 64) / 10
+  seconds <- system.time(found <- of_registry(d))[["elapsed"]]
+  c(found, seconds)
 })
 write.table(do.call(rbind, out), row.names = FALSE, col.names = FALSE)
 """
+GLMER = """
+suppressMessages(library(lme4))
+of_registry <- function(d) {
+  m <- suppressWarnings(suppressMessages(
+    glmer(died ~ treated + age + (1 | hospital), d, binomial)))
+  c(summary(m)$coefficients["treated", 1:2], attr(VarCorr(m)$hospital, "stddev"))
+}
+"""
+# The priors are those of nf.fit's model; of an intercept, all that hospitals may differ by as well.
+BFI = """
+suppressMessages(library(BFI))
+precision <- 1 / c(10, 2.5, 10)^2
+of_registry <- function(d) {
+  names <- c("treated", "age")
+  local <- inv.prior.cov(d[names], lambda = precision, family = "binomial")
+  parts <- lapply(split(d, d$hospital), function(h)
+    MAP.estimation(h$died, h[names], family = "binomial", Lambda = local))
+  L <- length(parts)
+  all <- inv.prior.cov(d[names], lambda = precision[c(rep(1, L), 2, 3)], L = L,
+    family = "binomial", stratified = TRUE, strat_par = 1)
+  b <- bfi(lapply(parts, `[[`, "theta_hat"), lapply(parts, `[[`, "A_hat"),
+    c(rep(list(local), L), list(all)), family = "binomial", stratified = TRUE, strat_par = 1)
+  c(b$theta_hat[L + 1], b$sd[L + 1], NA)
+}
+"""
 
 
-def glmer(registries: list[list[Hospital]]) -> tuple[list[Estimate], float] | None:
-    """Return lme4's estimates for all registries, and seconds for each; None without R."""
+def in_r(
+    program: str, registries: list[list[Hospital]], messages: int = 0
+) -> tuple[list[Estimate], float] | None:
+    """Return an R package's estimates, and seconds for each; None where R does not have it."""
     if shutil.which("Rscript") is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -214,10 +241,15 @@ def glmer(registries: list[list[Hospital]]) -> tuple[list[Estimate], float] | No
             )
             path, names = Path(folder) / f"{i:04}.csv", "hospital,treated,age,died"
             np.savetxt(path, rows, fmt="%g", delimiter=",", header=names, comments="")
-        command = ["Rscript", "-e", R, folder]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    table = np.array([line.split() for line in told.splitlines()], float)
-    found = [of_normal(b, se, sd=sd) for b, se, sd, _ in table]
+        command = ["Rscript", "-e", program + EACH_FILE, folder]
+        told = subprocess.run(command, capture_output=True, text=True)
+    if "there is no package called" in told.stderr:
+        return None
+    told.check_returncode()
+    table = np.array(
+        [line.replace("NA", "nan").split() for line in told.stdout.splitlines()], float
+    )
+    found = [of_normal(b, se, sd=sd, messages=messages) for b, se, sd, _ in table]
     return found, float(table[:, 3].mean())
 
 
@@ -263,6 +295,7 @@ LEAVES = {
     "average of these": "an estimate and its error",
     "meta-analysis": "an estimate and its error",
     "PQL": "sums",
+    "BFI": "an estimate and its curvature",
     "glmer, pooled rows": "every row",
     "nf.fit": "sums",
     "NUTS, pooled rows": "every row",
@@ -326,8 +359,9 @@ def main() -> None:
     report = {"each hospital alone": of_hospitals_alone(registries)}
     methods = {"average of these": average, "meta-analysis": meta_analysis, "PQL": pql}
     report |= {name: timed(method, registries) for name, method in methods.items()}
-    if (of_r := glmer(registries)) is not None:
-        report["glmer, pooled rows"] = summary(*of_r)
+    for name, program, messages in (("BFI", BFI, 1), ("glmer, pooled rows", GLMER, 0)):
+        if (of_r := in_r(program, registries, messages)) is not None:
+            report[name] = summary(*of_r)
     report["nf.fit"] = timed(by_fit, registries[: args.fits])
     if args.nuts:
         report["NUTS, pooled rows"] = timed(by_nuts, registries[: args.nuts])

@@ -31,7 +31,7 @@ PACKAGE = "numpyro_fed"
 # The modules that matter most, and the files of tests of each, the cheapest first.
 SUBJECTS = {
     "text/split.py": "split scan handlers same_text frames",
-    "text/log_density.py": "traces priors decomposition split frames pictures",
+    "text/log_density.py": "traces priors decomposition split frames pictures arviz_groups",
     "numerics/accurate_densities.py": "densities concentrations",
     "numerics/barycenters.py": "barycenters sfvi_avg",
     "numerics/losses.py": "losses relatives",
@@ -40,8 +40,8 @@ SUBJECTS = {
     "weigh/weights.py": "importance element_errors mixture",
     "weigh/element_errors.py": "element_errors importance",
     "posterior/verdict.py": "importance tempered result vertical_correction",
-    "pvi/server.py": "pvi pvi_local pvi_rejections pvi_trust relatives schedules",
-    "pvi/silo.py": "pvi pvi_local pvi_rejections pvi_trust relatives schedules",
+    "pvi/server.py": "pvi_steps pvi pvi_local pvi_rejections pvi_trust relatives schedules",
+    "pvi/silo.py": "pvi_steps pvi pvi_local pvi_rejections pvi_trust relatives schedules",
     "sfvi/algorithm.py": "sfvi objectives minibatches runtime",
     "network/policy.py": "of_data cli federation at_silo secure_sums",
     "network/ledger.py": "any_order federation private_clips privacy at_silo",

@@ -35,7 +35,12 @@ ENOUGH = 3 << 29  # bytes of a worker: more than any one file takes
 SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
     "after.questions.Questions.leave_out",
     "fitting.fit.fit",
+    "posterior.particles.Tempered",
     "posterior.posterior.Posterior.add",
+    "posterior.result.Result.silos",
+    "pvi.method.PVI",
+    "reference.nuts_result.NutsResult.loo",
+    "rounds.federation.Federation",
     "fitting.load.load",
     "network.silo.Silo.predict",
     "sfvi.method.SFVI",

@@ -75,6 +75,7 @@ def test_nothing_of_a_removed_silo_is_left(fitted, of_three, silos):
     assert (np.abs(place - expected) / sd).max() < 0.35
 
 
+@pytest.mark.slow
 def test_conjugate_models_are_exact_again():
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 10))

@@ -154,6 +154,7 @@ def test_numbers_at_silos_of_other_sizes_are_those_of_one_process(name, hospital
     agree(both(name, hospitals, corrected=corrected), hospitals, range(3))
 
 
+@pytest.mark.slow
 def test_only_latents_that_rows_share_are_told():
     """One exchange; the message has no number of a row, and its shape not the number of rows."""
     _, heard, run, _ = quick()

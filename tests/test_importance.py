@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import arviz
 import jax
@@ -21,6 +22,7 @@ import numpyro_fed as nf
 from numpyro_fed.guides.silo_bounds import AtDraw
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.posterior.verdict import Verdict
+from numpyro_fed.weigh import weights as weighing
 from numpyro_fed.weigh.element_errors import moments
 from numpyro_fed.weigh.integration import SiloLikelihood
 from numpyro_fed.weigh.log_likelihoods import LogLikelihoodExchange
@@ -494,6 +496,15 @@ def test_draws_are_resampled_as_often_as_their_weights_say():
         assert count.sum() == n
         assert (np.abs(count - n * weights) < 1 + 1e-3).all()
     assert (np.diff(chosen) < 0).any()
+
+
+def test_a_point_at_the_end_of_the_weights_falls_on_the_last_draw(monkeypatch):
+    """Rounding may leave the sum of all weights above the last of their partial sums."""
+    random = SimpleNamespace(random=lambda: np.nextafter(1, 0), permutation=np.array)
+    monkeypatch.setattr(weighing, "generator", lambda key: random)
+    uneven = np.random.default_rng(13).random(50)
+    assert np.cumsum(uneven)[-1] < uneven.sum()
+    np.testing.assert_array_equal(systematic_resample(KEY, uneven, 1), [49])
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def open_to_others(folder):
 # --- for its owner alone ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_for_its_owner_alone(tmp_path, open_umask):
     kept = tmp_path / "a" / "kept"
     audit = kept / "audit.jsonl"

@@ -92,6 +92,7 @@ def test_what_fit_returns_is_read_without_its_model(fitted, tmp_path):
     assert equal(saved.sample_posterior(KEY, 50), fitted.sample_posterior(KEY, 50))
 
 
+@pytest.mark.slow
 def test_reading_takes_no_backend_and_keeps_dtypes(corrected, tmp_path):
     """Double precision, in a process of single precision."""
     corrected.save(tmp_path / "fit")
@@ -155,6 +156,7 @@ def test_a_correction_goes_on(corrected, tmp_path):
     assert nf.SFVI(model, start=None).load(tmp_path / "fit", silos()).settled in (True, False)
 
 
+@pytest.mark.slow
 def test_what_fit_returns_goes_on(fitted, tmp_path):
     missed = (LocalMode(np.array([3.0]), np.array([[2.0]]), -4.5),)
     for one in (fitted, replace(fitted, missed=missed), judged_by(fitted, fitted.result)):

@@ -115,6 +115,7 @@ def test_a_row_far_from_all_others_is_not_known(silos):
     assert "1 of 11 rows" in str(table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_no_row_is_unknown_of_few_that_say_little(seed):
     """Draws are counted by their own weights: as whole numbers, 8 and 12 of 30 were unknown."""
@@ -231,6 +232,7 @@ def test_a_silo_of_few_rows_with_an_outcome_leaves_none_of_them_out(silos):
         fitted.loo()
 
 
+@pytest.mark.slow
 def test_rows_without_an_outcome_do_not_count(without_effects, silos):
     more = [dict(y=np.append(s["y"], np.nan)) for s in silos]
     table = weighed(flat, more).loo()

@@ -288,3 +288,8 @@ def test_levels_of_as_many_rows_as_the_policy_says_are_told():
     for rows, count in ((9, 3), (10, 2)):
         with pytest.raises(ModelError):
             policy.check_levels(rows, count)
+
+
+def test_limits_of_a_policy_have_their_names():
+    with pytest.raises(TypeError, match="positional"):
+        nf.Policy(5)

@@ -82,6 +82,7 @@ def test_silos_of_many_sizes_share_a_program_and_keep_their_numbers(
     same(run.prior_predict(KEY, n=20), from_prior)
 
 
+@pytest.mark.slow
 def test_a_text_that_sums_up_rows_is_run_at_each_size(silos):
     run = nf.SFVI(averaged, start=None).run(KEY, 0, silos, **QUIET)
     assert not own_rows.paddings_of(run, programs_of(run), asked_of(run))

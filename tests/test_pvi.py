@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("double")
         (mean, (5, 3, 4)),
         *(pytest.param(p, (5, 3, 4), marks=pytest.mark.slow) for p in CONJUGATE[1:]),
         pytest.param(linear_regression, (1,) * 12, marks=pytest.mark.slow),
-        (mean, (12,)),
+        pytest.param(mean, (12,), marks=pytest.mark.slow),
     ],
 )
 def test_one_pass_is_exact_on_conjugate_models(problem, sizes):

@@ -90,6 +90,7 @@ def test_an_improper_update_is_rejected():
     assert "rejected" in result.report(certificate=False)
 
 
+@pytest.mark.slow
 def test_an_improper_update_is_damped_until_it_is_proper_and_the_damping_recovers():
     damping = nf.schedules.Adaptive(1.0)
     damped = nf.PVI(two_sided, schedule=EVERYONE, damping=damping, start=None)
@@ -100,6 +101,7 @@ def test_an_improper_update_is_damped_until_it_is_proper_and_the_damping_recover
     np.testing.assert_allclose(result.posterior()["m"].variance, 1 / (1 - 0.25 * 2.2))
 
 
+@pytest.mark.slow
 def test_an_improper_proposal_counts_for_nothing_and_is_reported():
     silos = [dict(x=np.array([c]), y=np.array([0.3])) for c in (0.5, -2.0)]
     with pytest.warns(UserWarning, match="1 improper"):

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from apart import Apart
-from cases import slow_but
+from cases import mark_slow, slow_but
 from laid_open import laid_open
 from sent_otherwise import sent_otherwise
 
@@ -214,7 +214,10 @@ def weighing(weight):
 
 
 @pytest.mark.parametrize(
-    "name", ["sfvi", "barycenters_of_all", pytest.param("pvi_sequential", marks=pytest.mark.slow)]
+    "name",
+    mark_slow(
+        ["sfvi", "barycenters_of_all", "pvi_sequential"], ["barycenters_of_all", "pvi_sequential"]
+    ),
 )
 def test_a_weight_that_nobody_asked_for_is_refused(name):
     there = federation(name)
@@ -313,7 +316,7 @@ def test_a_refused_reply_in_a_search_ends_it():
 
 @pytest.mark.parametrize(
     ("schedule", "runtime"),
-    slow_but(product(["sequential", "synchronous", "asynchronous"], ["simulation", "host"]), 2, 3),
+    slow_but(product(["sequential", "synchronous", "asynchronous"], ["simulation", "host"]), 2),
 )
 def test_a_reply_that_is_spoilt_on_its_way_is_that_of_its_silo(schedule, runtime):
     """What happens to a reply before it leaves is looked at, too."""

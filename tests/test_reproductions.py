@@ -87,6 +87,7 @@ def test_the_uci_benchmark_measures_methods_against_pooled_inference(uci_report)
     assert np.ptp(image[..., :3]) > 0.5
 
 
+@pytest.mark.slow
 def test_the_uci_benchmark_says_where_data_should_be(tmp_path):
     command = [sys.executable, BENCHMARKS / "uci_federated.py", "--quick"]
     there = os.environ | {"NUMPYRO_FED_DATA": str(tmp_path)}

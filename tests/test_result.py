@@ -101,6 +101,7 @@ def test_globals_have_their_shapes_and_supports(result):
     assert len(np.unique(draws["mu"])) == 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silo", slow_but([0, 1, 2], 1))
 def test_a_silos_locals_have_their_shapes_and_supports(result, silo):
     draws = numbers(result.sample_posterior(KEY, 50, silo=silo))

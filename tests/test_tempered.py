@@ -93,6 +93,7 @@ def exact_counts():
     return on_a_grid(log_joint, np.linspace(-4, 5, 2_001))
 
 
+@pytest.mark.slow
 def test_two_modes_have_their_shares_and_the_evidence_is_exact(particles):
     evidence, _, sd = exact_squares()
     assert particles.trusted, particles.report()
