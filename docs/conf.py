@@ -11,11 +11,12 @@ sys.path += [str(HERE), str(HERE.parent / "tests")]
 
 from xla_flags import remembered_flags
 
-# Code cells are small and run once: their time goes into compiling, so they are compiled with few
-# optimisations, and programs are kept for the next build.
+# Most of the cells' time goes into compiling, so programs are kept for the next build and compiled
+# with few optimisations: but those of LLVM, without which NUTS takes twice as long.
 BUILD = HERE / "_build"
 if "XLA_FLAGS" not in os.environ:
-    os.environ["XLA_FLAGS"] = " ".join(remembered_flags(BUILD))
+    flags = remembered_flags(BUILD)
+    os.environ["XLA_FLAGS"] = " ".join(f for f in flags if "optimization_level" not in f)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(BUILD / "programs"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
