@@ -14,8 +14,6 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.after.own_rows import (
-    ALL,
-    OWN_ROWS,
     Run,
     WhichSilo,
     chosen_silos,
@@ -28,6 +26,7 @@ from numpyro_fed.after.sensitivity import log_prior_on_supports
 from numpyro_fed.basics.errors import DataError, ModelError, optional
 from numpyro_fed.basics.programs import precision
 from numpyro_fed.data.padding import arrays_with_rows
+from numpyro_fed.data.silo_data import ALL, OWN_ROWS
 from numpyro_fed.text.log_density import axes_of
 
 POSTERIOR, LOG_LIKELIHOOD, LOG_PRIOR = "posterior", "log_likelihood", "log_prior"
@@ -123,7 +122,7 @@ def groups_to_arviz(
         axis, numbers = axis_name(s.plate), np.arange(values.shape[1 + along])
         if silo is not None and silo != ALL:
             run = posterior.run_behind
-            chosen = chosen_silos(silo, run.num_silos)
+            chosen = chosen_silos(silo, run)
             sizes = [run._hosted(j).sizes_of(j)[s.plate] for j in range(max(chosen) + 1)]
             ends = np.cumsum([0, *sizes])
             numbers = np.concatenate([np.arange(ends[j], ends[j + 1]) for j in chosen])

@@ -22,14 +22,12 @@ from numpy.typing import ArrayLike
 from numpyro_fed.after.predict import SEEN, Draws, Programs, compiled, predictor
 from numpyro_fed.basics.errors import DataError
 from numpyro_fed.data.padding import Filling, arrays_with_rows, padded_arrays, source_rows
-from numpyro_fed.data.silo_data import SiloData, Sizes
+from numpyro_fed.data.silo_data import ALL, SiloData, Sizes
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.text.log_density import outcomes_at
 from numpyro_fed.text.row_checks import default_rtol
 
-NEW, OWN_ROWS = "new", "own rows"
-ALL = "all"
-WhichSilo = int | str | Sequence[int]  # a silo, some of them, or "all"
+WhichSilo = int | str | Sequence[int | str]  # a silo by number or name, some of them, or "all"
 # Sizes up to which each has its own program: the comparison compiles two small ones.
 FEW_SIZES = 2
 
@@ -56,32 +54,28 @@ class Run(Protocol):
         """Return a silo's private parameters on their supports, and its guide as ``"guide"``."""
 
 
-def chosen_silos(silo: WhichSilo, number: int) -> list[int]:
+def chosen_silos(silo: WhichSilo, run: Run) -> list[int]:
     """Return the numbers of the silos that are asked for."""
-    if isinstance(silo, str):
-        if silo != ALL:
-            raise ValueError(f"silo={silo!r}: expected a number, a list of numbers, or '{ALL}'.")
-        return list(range(number))
-    silos = [silo_number(j) for j in (silo if isinstance(silo, Sequence) else [silo])]
+    if silo == ALL:
+        return list(range(run.num_silos))
+    if isinstance(silo, str) or not isinstance(silo, Sequence):
+        silo = [silo]
+    silos = [silo_number(j, run, ALL) for j in silo]
     if not silos:
         raise ValueError("silo=[]: expected at least one silo.")
     return silos
 
 
-def silo_number(silo: object) -> int:
-    """Return the number of a silo; raise an error for what is no whole number."""
-    if isinstance(silo, bool | np.bool_) or not isinstance(silo, int | np.integer):
-        raise ValueError(f"silo={silo!r}: expected a whole number, from 0 on.")
+def silo_number(silo: object, run: Run, *words: str) -> int:
+    """Return the number of a silo that is asked for by number or name; ``words`` were allowed."""
+    names = run._silos.names
+    if isinstance(silo, str) and silo in names:
+        return names.index(silo)
+    if isinstance(silo, bool | np.bool_ | str) or not isinstance(silo, int | np.integer):
+        known = f"a name of {list(names)}, " if names else ""
+        also = "".join(f", or '{word}'" for word in words)
+        raise ValueError(f"silo={silo!r}: expected {known}a whole number from 0 on{also}.")
     return int(silo)
-
-
-def check_name(silo: str, expected: str) -> None:
-    """Raise an error for another name than the expected one."""
-    if silo != expected:
-        raise ValueError(
-            f"silo={silo!r}: expected the number of a silo, 'new' for new data, or 'own rows' "
-            "without any."
-        )
 
 
 class SiloAtDraws(NamedTuple):

@@ -13,12 +13,8 @@ from jax import Array
 from numpy.typing import ArrayLike
 
 from numpyro_fed.after.own_rows import (
-    ALL,
-    NEW,
-    OWN_ROWS,
     SiloAtDraws,
     WhichSilo,
-    check_name,
     drawn_from_prior,
     groups_of_rows,
     outcomes_of_silos,
@@ -41,6 +37,7 @@ from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.basics.trees import elements
+from numpyro_fed.data.silo_data import ALL, NEW, OWN_ROWS
 from numpyro_fed.rounds.progress import shows
 
 
@@ -118,10 +115,10 @@ class Questions(ABC):
             The data to predict for, as of one silo, without outcomes; outcomes in it are not used.
             DataFrames stand where the fit had them, with the same columns.
             None for the rows of the fit, with ``silo=j`` or ``silo="own rows"``.
-        silo : int or {"new", "own rows"}
-            Whose rows they are: of silo ``j``, whose latents of an outer plate (a hospital's
-            effect) are drawn from its posterior; of a new silo, all of whose latents are drawn from
-            their prior given the globals; or the rows of the fit, of each silo.
+        silo : int, str or {"new", "own rows"}
+            Whose rows they are: of a silo, by number or name, whose latents of an outer plate (a
+            hospital's effect) are drawn from its posterior; of a new silo, all of whose latents are
+            drawn from their prior given the globals; or the rows of the fit, of each silo.
             Latents of new rows come from their prior given the globals in any case.
         n : int
             The number of draws.
@@ -170,13 +167,12 @@ class Questions(ABC):
         self._warn_of_doubt()
         positive_int("n", n)
         run, model = self.run_behind, self.run_behind._fit.model
-        number = None if isinstance(silo, str) else silo_number(silo)
+        number = None if silo in (NEW, OWN_ROWS) else silo_number(silo, run, NEW, OWN_ROWS)
         found: Any
         if new is None:
             if silo == NEW:
                 raise ValueError("pass new data to predict for, or silo='own rows'.")
             if number is None:
-                check_name(str(silo), OWN_ROWS)
                 found = self._at_own_rows(key, range(run.num_silos), n, mean=mean)
             else:
                 (found,) = self._at_own_rows(key, [number], n, mean=mean)
@@ -185,8 +181,6 @@ class Questions(ABC):
                 raise ValueError(
                     f'silo="{silo}" predicts for the rows of the fit: pass no new data.'
                 )
-            if number is None:
-                check_name(str(silo), NEW)
             own, sizes, names = None, None, global_latents(model)
             if number is not None:
                 hosted, names = run._hosted(number), [*names, *(s.name for s in outer_sites(model))]
@@ -478,7 +472,7 @@ class Questions(ABC):
         n : int
             The number of draws.
         names : list of str, optional
-            A name for each silo, in their order; by default their numbers.
+            A name for each silo, in their order; by default their own, or their numbers.
 
         Returns
         -------
@@ -496,7 +490,7 @@ class Questions(ABC):
             site = next(iter([*(s.name for s in outer_sites(fm)), *of_silos]), None)
         if site is None or site not in of_silos:
             raise ModelError(f"{site!r} is no latent of silos: the model has {of_silos}.")
-        labels = display.labels_of(run.num_silos, names)
+        labels = display.labels_of(run.num_silos, names or run._silos.names)
         hosted = run._hosted(0)  # before silos elsewhere are asked for what cannot be shown
         draws = self.sample_posterior(jax.random.key(0), n, silo=ALL)
         # Its prior given the same globals, one silo after the other.
@@ -560,12 +554,10 @@ class Questions(ABC):
         """
         self._warn_of_doubt()
         run = self.run_behind
-        labels = display.labels_of(run.num_silos, names)
+        labels = display.labels_of(run.num_silos, names or run._silos.names)
         chosen = list(range(len(labels)))
-        if isinstance(silo, str):
-            check_name(silo, OWN_ROWS)
-        else:
-            chosen = [silo_number(silo)]
+        if silo != OWN_ROWS:
+            chosen = [silo_number(silo, run, OWN_ROWS)]
         seen = outcomes_of_silos(run, chosen)
         shares = display.yes_or_no(y for outcomes in seen for y in outcomes.values())
         if by is None:
@@ -573,7 +565,7 @@ class Questions(ABC):
         groups = None if by is None else groups_of_rows(by, seen)
         predicted = self._at_own_rows(jax.random.key(0), chosen, n)
         if groups is None:
-            shown = chosen if isinstance(silo, int) else range(len(labels))
+            shown = range(len(labels)) if silo == OWN_ROWS else chosen
             return display.checks(seen, predicted, [labels[j] for j in shown])
         return display.checks(*display.by_group(seen, predicted, groups))
 

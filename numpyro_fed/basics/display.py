@@ -84,9 +84,9 @@ def legend(figure: Figure, handles: Sequence[Artist], shown: int = 0, there: int
     )
 
 
-def labels_of(number: int, names: Sequence[str] | None) -> list[str]:
+def labels_of(number: int, names: Sequence[str]) -> list[str]:
     """Return a label for each silo: its name, or its number if silos have no names."""
-    if names is None:
+    if not names:
         return [f"silo {j}" for j in range(number)]
     given = [names] if isinstance(names, str) else [str(name) for name in names]
     if len(given) != number:

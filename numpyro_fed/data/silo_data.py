@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +29,7 @@ from numpyro_fed.data.tables import (
     as_dict,
     check_columns,
     column_names,
+    is_frame,
     model_arguments,
 )
 
@@ -108,10 +110,13 @@ class SiloData:
 
 
 class ReadSilos(Sequence[SiloData]):
-    """The data of all silos, read once, with a cache of what was built for each text: a pytree."""
+    """The data of all silos, read once, with a cache of what was built for each text: a pytree.
 
-    def __init__(self, silos: Iterable[SiloData]):
-        self._silos = tuple(silos)
+    ``names`` are the silos' names; empty where they have none.
+    """
+
+    def __init__(self, silos: Iterable[SiloData], names: tuple[str, ...] = ()):
+        self._silos, self.names = tuple(silos), names
         # By id, since a text may not be hashable. The text is kept as well: as long as it lives,
         # no other object can have its id.
         self._by_text: dict[int, tuple[Callable[..., Any], Any]] = {}
@@ -131,10 +136,13 @@ class ReadSilos(Sequence[SiloData]):
 
 
 jax.tree_util.register_pytree_node(
-    ReadSilos, lambda silos: (silos[:], None), lambda _, silos: ReadSilos(silos)
+    ReadSilos,
+    lambda silos: (silos[:], silos.names),
+    lambda names, silos: ReadSilos(silos, names),
 )
 
-SilosInput: TypeAlias = Sequence[SiloInput] | ReadSilos
+# What a user passes as all silos: a list, or a dict by the names of silos.
+SilosInput: TypeAlias = Sequence[SiloInput] | Mapping[str, SiloInput] | ReadSilos
 
 
 def signature(data: SiloData) -> tuple[Hashable, ...]:
@@ -156,8 +164,11 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
     head: dict[str, Any] = {"silos": []}
     arrays: dict[str, Any] = {}
     try:
-        process = f"process {jax.process_index()}"
-        found = [read_one(f"silo {j} of {process}", s, may_miss=True) for j, s in enumerate(silos)]
+        process, names, held = f"process {jax.process_index()}", names_of(silos), listed(silos)
+        found = [
+            read_one(f"{label(j, names)} of {process}", s, may_miss=True)
+            for j, s in enumerate(held)
+        ]
         if odd := next((s for s in found if not _is_plain(s.kwargs)), None):
             raise DataError(
                 "over several processes arguments are dicts with names, lists and tuples, got "
@@ -168,7 +179,8 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
     else:
         for j, s in enumerate(found):
             tree, kept = skeleton(s.named_tree()), {"static": dict(s.static), "names": [*s.arrays]}
-            head["silos"].append({"tree": tree, "columns": dict(s.columns), **kept})
+            name = names[j] if names else None
+            head["silos"].append({"name": name, "tree": tree, "columns": dict(s.columns), **kept})
             arrays |= {f"{j}/{i}": a for i, a in enumerate(s.arrays.values())}
     packed = io.BytesIO()
     np.savez(packed, **{HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
@@ -176,7 +188,7 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
     longest = int(process_allgather(np.array(len(own))).max())
     room = np.zeros(longest, np.uint8)
     room[: len(own)] = np.frombuffer(own, np.uint8)
-    everyones, columns = [], []
+    everyones, columns, everyones_names = list[Any](), [], list[Any]()
     for part in process_allgather(room):
         with np.load(io.BytesIO(part.tobytes()), allow_pickle=False) as file:
             head = json.loads(file[HEAD].tobytes())
@@ -186,6 +198,13 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
                 arrays = {name: file[f"{j}/{i}"] for i, name in enumerate(silo["names"])}
                 everyones.append(unflatten_skeleton(silo["tree"], {**arrays, **silo["static"]}))
                 columns.append({name: tuple(of) for name, of in silo["columns"].items()})
+                everyones_names.append(silo["name"])
+    if None not in everyones_names:
+        if twice := [name for name, n in Counter(everyones_names).items() if n > 1]:
+            raise DataError(
+                f"two processes have a silo '{twice[0]}': give each silo a name of its own."
+            )
+        return read(dict(zip(everyones_names, everyones, strict=True)), model, columns)
     return read(everyones, model, columns)
 
 
@@ -206,15 +225,18 @@ def read(
     if isinstance(silos, ReadSilos):
         return silos
     arguments = model_arguments(model)
-    plain = [as_dict(f"silo {j}", silo, arguments) for j, silo in enumerate(listed(silos))]
-    first: dict[str, tuple[int, tuple[str, ...]]] = {}
-    for j, named in enumerate(columns or [column_names(silo) for silo in silos]):
+    names, held = names_of(silos), listed(silos)
+    owners = [label(j, names) for j in range(len(held))]
+    plain = [as_dict(*pair, arguments) for pair in zip(owners, held, strict=True)]
+    first: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for owner, named in zip(owners, columns or map(column_names, held), strict=True):
         for name, own in named.items():
-            i, expected = first.setdefault(name, (j, own))
-            check_columns(f"silo {j}", name, own, expected, f"silo {i}")
+            before, expected = first.setdefault(name, (owner, own))
+            check_columns(owner, name, own, expected, before)
     agreed = tuple(sorted((name, own) for name, (_, own) in first.items()))
     all_data = with_model_data(model, plain)
-    found = [_read_plain(f"silo {j}", silo, may_miss=True) for j, silo in enumerate(all_data)]
+    pairs = zip(owners, all_data, strict=True)
+    found = [_read_plain(owner, silo, may_miss=True) for owner, silo in pairs]
     # Whole numbers that are missing at some silo are floats there, beside NaN. They become floats
     # at the silos that have all of them, so that all silos hold the same kind.
     missing = tuple(sorted({name for silo in found for name in silo.missing}))
@@ -223,8 +245,9 @@ def read(
             floats = arrays[name].astype(jnp.result_type(float))
             if np.array_equal(floats, arrays[name]):
                 arrays[name] = floats
-    _check_alike(found)
-    return ReadSilos(replace(silo, missing=missing, columns=agreed) for silo in found)
+    _check_alike(found, owners)
+    kept = (replace(silo, missing=missing, columns=agreed) for silo in found)
+    return ReadSilos(kept, names)
 
 
 def read_one(owner: str, data: SiloInput, *, may_miss: bool = False) -> SiloData:
@@ -233,14 +256,41 @@ def read_one(owner: str, data: SiloInput, *, may_miss: bool = False) -> SiloData
     return replace(_read_plain(owner, as_dict(owner, data), may_miss=may_miss), columns=columns)
 
 
+# What stands for several silos, where one of them is asked for.
+NEW, OWN_ROWS, ALL = "new", "own rows", "all"
+
+
+def names_of(silos: object) -> tuple[str, ...]:
+    """Return the names of silos that come as a dict by their names; empty if they have none."""
+    if not isinstance(silos, Mapping) or not silos:
+        return ()
+    if not all(isinstance(held, Mapping) or is_frame(held) for held in silos.values()):
+        return ()  # the data of one silo, which are refused
+    names = tuple(silos)
+    if odd := [n for n in names if not isinstance(n, str) or n in ("", NEW, OWN_ROWS, ALL)]:
+        raise DataError(
+            f"{odd[0]!r} cannot be the name of a silo: expected a word other than '{NEW}', "
+            f"'{OWN_ROWS}' and '{ALL}', which stand for several."
+        )
+    return names
+
+
+def label(j: int, names: Sequence[str]) -> str:
+    """Return how messages call a silo: by its name, or by its number if silos have no names."""
+    return f"silo '{names[j]}'" if names else f"silo {j}"
+
+
 def listed(
-    silos: Sequence[Listed], held: str = "one dict of keyword arguments for each silo"
+    silos: Sequence[Listed] | Mapping[str, Listed],
+    held: str = "one dict of keyword arguments for each silo",
 ) -> Sequence[Listed]:
     """Return silos, once they are a list of what each holds."""
+    if names_of(silos) and isinstance(silos, Mapping):
+        return list(silos.values())
     if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
         raise DataError(
-            f"silos must be a list with {held}, got {type(silos).__name__}. For a single silo pass "
-            "a list with one dict."
+            f"silos must be a list with {held}, or a dict of these by the names of silos, got "
+            f"{type(silos).__name__}. For a single silo pass a list with one dict."
         )
     if not silos:
         raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
@@ -373,38 +423,40 @@ def _read_array(owner: str, name: str, value: object) -> np.ndarray:
     return array
 
 
-def _check_alike(silos: Sequence[SiloData]) -> None:
+def _check_alike(silos: Sequence[SiloData], owners: Sequence[str]) -> None:
     """Refuse silos with other names or kinds of values than others; None may stand for any."""
     expected = silos[0].leaves.keys()
-    first: dict[str, tuple[int, Any]] = {}
-    for j, silo in enumerate(silos):
+    first: dict[str, tuple[str, Any]] = {}
+    for owner, silo in zip(owners, silos, strict=True):
         if silo.leaves.keys() != expected:
             raise DataError(
-                f"silo {j} has the keys {sorted(silo.leaves)} but silo 0 has {sorted(expected)}. "
-                "Every silo must hold the same keyword arguments; None says that one is missing."
+                f"{owner} has the keys {sorted(silo.leaves)} but {owners[0]} has "
+                f"{sorted(expected)}. Every silo must hold the same keyword arguments; None says "
+                "that one is missing."
             )
         for name, value in silo.leaves.items():
             if value is None:
                 continue
-            i, other = first.setdefault(name, (j, value))
+            before, other = first.setdefault(name, (owner, value))
             if isinstance(value, np.ndarray) != isinstance(other, np.ndarray):
                 raise DataError(
-                    f"silo {j}, '{name}': an array at one silo and a plain Python value at another "
-                    f"(silo {i} has {other!r:.40}). Use the same kind of value everywhere."
+                    f"{owner}, '{name}': an array at one silo and a plain Python value at another "
+                    f"({before} has {other!r:.40}). Use the same kind of value everywhere."
                 )
             if not isinstance(value, np.ndarray):
                 continue
             if value.dtype != other.dtype:
                 common = jnp.promote_types(value.dtype, other.dtype)
-                who = [f"silo {k}" for k, a in ((j, value), (i, other)) if a.dtype != common]
+                pair = ((owner, value), (before, other))
+                who = [one for one, a in pair if a.dtype != common]
                 raise DataError(
-                    f"silo {j}, '{name}' has dtype {value.dtype} but silo {i} has {other.dtype}. "
+                    f"{owner}, '{name}' has dtype {value.dtype} but {before} has {other.dtype}. "
                     f"Convert '{name}' of {' and '.join(who)} with .astype('{common}'), which "
                     "holds both."
                 )
             if value.ndim != other.ndim:
                 raise DataError(
-                    f"silo {j}, '{name}' has shape {value.shape} but silo {i} has {other.shape}. "
+                    f"{owner}, '{name}' has shape {value.shape} but {before} has {other.shape}. "
                     "Sizes may differ between silos, but not the number of axes."
                 )
 

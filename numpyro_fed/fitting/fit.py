@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,7 @@ from numpyro_fed.basics.errors import (
     positive_int,
 )
 from numpyro_fed.basics.programs import precision as precision_as
-from numpyro_fed.data.silo_data import read_all
-from numpyro_fed.data.tables import SiloInput
+from numpyro_fed.data.silo_data import SilosInput, names_of, read_all
 from numpyro_fed.dp_newton.method import DPNewton
 from numpyro_fed.fitting.order_of_steps import reached_so_far, run_steps
 from numpyro_fed.fitting.steps import FitProblem, FitSteps
@@ -57,7 +56,7 @@ _LOCK = threading.RLock()
 def fit(
     key: Array,
     model: Callable[..., Any],
-    silos: Sequence[SiloInput] | Federation,
+    silos: SilosInput | Federation,
     *,
     accuracy: float = TOLERANCE,
     max_exchanges: int = MAX_EXCHANGES,
@@ -86,8 +85,9 @@ def fit(
     key : jax.Array
     model : callable
         A NumPyro model with :class:`~numpyro_fed.silo_plate`.
-    silos : list of dict or DataFrame, or Federation
-        The data of each silo, or silos in other processes, as for :meth:`SFVI.run`.
+    silos : list of dict or DataFrame, dict of these, or Federation
+        The data of each silo, a dict of these by the names of silos, or silos in other processes,
+        as for :meth:`SFVI.run`.
     accuracy : float
         The number of posterior sds to which means of the globals are to be right, and the share to
         which sds are. 0.2 is plenty for a first look; half of it takes four times as many draws.
@@ -164,7 +164,7 @@ class FitCall:
     """A call of :func:`numpyro_fed.fit`, which other silos can be given to."""
 
     model: Callable[..., Any]
-    silos: Sequence[SiloInput] | Federation
+    silos: SilosInput | Federation
     accuracy: float
     max_exchanges: int
     double: bool
@@ -181,13 +181,24 @@ class FitCall:
             return replace(self, silos=silo)
         if isinstance(silo, Federation):
             raise DataError("the fit is one of silos in this process: pass the new silo's dict.")
-        return replace(self, silos=[*self.silos, silo])
+        if not isinstance(self.silos, Mapping):
+            return replace(self, silos=[*self.silos, silo])
+        new = names_of(silo)
+        if len(new) != 1 or new[0] in self.silos:
+            raise DataError(
+                "the silos of the fit have names: pass the data of the new one by a name of its "
+                f"own, {{name: data}}, other than {list(self.silos)}."
+            )
+        return replace(self, silos={**self.silos, **silo})
 
     def without_silo(self, j: int) -> FitCall:
         """Return the call without a silo."""
         others = [i for i in range(len(self.silos)) if i != j]
         if isinstance(self.silos, Federation):
             return replace(self, silos=self.silos.of(others))
+        if isinstance(self.silos, Mapping):
+            left = {name: data for i, (name, data) in enumerate(self.silos.items()) if i != j}
+            return replace(self, silos=left)
         return replace(self, silos=[self.silos[i] for i in others])
 
     def run(self, key: Array, places: np.ndarray | None = None) -> Posterior:
@@ -218,7 +229,7 @@ class FitCall:
 def find_mode(
     key: Array,
     model: Callable[..., Any],
-    silos: Sequence[SiloInput] | Federation,
+    silos: SilosInput | Federation,
     *,
     starts: int = 1,
     max_exchanges: int = 200,

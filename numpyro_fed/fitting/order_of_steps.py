@@ -121,7 +121,8 @@ def contradiction_at_mode(steps: FitSteps) -> str:
     if mode is None or mode.factors is None:
         return ""
     rows = [max(size.values()) for size in steps.results[0].sizes]
-    accused = table_of(mode.factors, any(p.dim for p in steps.fm.plates), rows).words
+    table = table_of(mode.factors, any(p.dim for p in steps.fm.plates), rows)
+    accused = replace(table, names=steps.results[0]._silos.names).words
     return accused and f"{accused} disagreement() says more."
 
 

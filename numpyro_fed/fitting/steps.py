@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,8 +24,7 @@ from numpyro_fed.basics.errors import (
     NonFiniteError,
     RefusedError,
 )
-from numpyro_fed.data.silo_data import ReadSilos, read_all
-from numpyro_fed.data.tables import SiloInput
+from numpyro_fed.data.silo_data import ReadSilos, SilosInput, read_all
 from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced, default_quadrature
 from numpyro_fed.methods.method import method_model
 from numpyro_fed.posterior.corrected import Corrected
@@ -89,7 +88,7 @@ class FitProblem:
     fingerprint: str
 
     @classmethod
-    def of(cls, model: Callable[..., Any], silos: Sequence[SiloInput] | Federation) -> FitProblem:
+    def of(cls, model: Callable[..., Any], silos: SilosInput | Federation) -> FitProblem:
         """Return the problem, once silos have been read, or have told their facts."""
         known: ReadSilos | Federation
         if isinstance(silos, Federation):

@@ -229,7 +229,7 @@ def over_federation(
         compiled = make(partial(remote_runtime, template=plan.template, channel=channel))
         # Once all is built: where that is refused, silos have built nothing.
         federation.accept(name, plan.to_json())
-        return compiled, Silos((), (), channel.batches)
+        return compiled, Silos((), (), channel.batches, federation.silo_names)
 
     return federation.cached(("fit", name, plan.to_json()), made)
 

@@ -24,7 +24,6 @@ from jax import Array
 from numpyro_fed.basics.errors import DataError, GuideError, one_of
 from numpyro_fed.data.padding import Bucket, one_by_one
 from numpyro_fed.data.silo_data import SilosInput, read_all, signature
-from numpyro_fed.data.tables import SiloInput
 from numpyro_fed.methods.method import (
     RUNTIMES,
     RunOptions,
@@ -150,7 +149,7 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
         self._check_rounds(begun.compiled, begun.state, num_rounds)
         return self._run_rounds(begun, hosted, key, options)
 
-    def cost(self, silos: Sequence[SiloInput]) -> Cost:
+    def cost(self, silos: SilosInput) -> Cost:
         """Return the cost of a run with these silos, without running it.
 
         Parameters
@@ -181,9 +180,7 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
         """
         return cost_of(*self._compiled_for(silos, "simulation"))
 
-    def load(
-        self, path: str | Path, silos: Sequence[SiloInput], *, runtime: str = "simulation"
-    ) -> Found:
+    def load(self, path: str | Path, silos: SilosInput, *, runtime: str = "simulation") -> Found:
         """Return a fit from a file that :meth:`Result.save` wrote.
 
         From the file of a correction it is the fit that was corrected. See also
@@ -247,7 +244,7 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
         # The host loop visits silos one by one, at their own sizes.
         if runtime == "host":
             buckets = one_by_one(read, layout.sizes)
-        return compiled, Silos(tuple(read), tuple(buckets), on_device(buckets))
+        return compiled, Silos(tuple(read), tuple(buckets), on_device(buckets), read.names)
 
     def _fit_of(
         self,

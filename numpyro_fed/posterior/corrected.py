@@ -196,11 +196,12 @@ class Corrected(Posterior, WeightedDraws[Result]):
                 taken = np.isin(np.arange(len(table.pareto_k)), silos)
                 taken &= ~(table.pareto_k <= found.pareto_k)
                 sent = more.num_exchanges - (self.num_exchanges if self.pool else 0)
-                table = LeaveOut(
-                    np.where(taken, found.log_density, table.log_density),
-                    np.where(taken, found.pareto_k, table.pareto_k),
-                    np.where(taken, found.shift, table.shift),
-                    table.num_exchanges + found.num_exchanges + sent,
+                table = replace(
+                    table,
+                    log_density=np.where(taken, found.log_density, table.log_density),
+                    pareto_k=np.where(taken, found.pareto_k, table.pareto_k),
+                    shift=np.where(taken, found.shift, table.shift),
+                    num_exchanges=table.num_exchanges + found.num_exchanges + sent,
                 )
         # Silos need not tell their parabolas, or cannot: then some rows stay unknown.
         except (ModelError, NonFiniteError) as error:

@@ -112,6 +112,8 @@ class LeaveOut:
     num_exchanges : int
     reason : str
         Why no further draws could be made where a row is not known; empty if there is no reason.
+    names : tuple of str
+        The names of silos; empty where they have none.
     """
 
     log_density: np.ndarray
@@ -119,6 +121,7 @@ class LeaveOut:
     shift: np.ndarray
     num_exchanges: int = 1
     reason: str = ""
+    names: tuple[str, ...] = ()
 
     @property
     def total(self) -> float:
@@ -127,25 +130,28 @@ class LeaveOut:
 
     @property
     def unknown(self) -> tuple[int, ...]:
-        """Return the silos whose numbers are not known, since a few draws carry the ratios."""
+        """Return the numbers of silos that are not known, since a few draws carry the ratios."""
         return tuple(np.flatnonzero(~(self.pareto_k <= MAX_K)).tolist())
 
     def to_frame(self) -> Any:
         """Return the table as a pandas DataFrame, a row for each silo."""
         columns = {name: getattr(self, name) for name in ("log_density", "pareto_k", "shift")}
         columns["known"] = self.pareto_k <= MAX_K
-        return optional("pandas").DataFrame(columns).rename_axis("silo")
+        index = self.names or None
+        return optional("pandas").DataFrame(columns, index=index).rename_axis("silo")
 
     def __str__(self) -> str:
-        lines = [f"{'silo':>6} {'log density':>12} {'k-hat':>7} {'shift':>7}"]
+        who = self.names or tuple(map(str, range(len(self.shift))))
+        width = max(6, *map(len, who))
+        lines = [f"{'silo':>{width}} {'log density':>12} {'k-hat':>7} {'shift':>7}"]
         for j, (density, k, shift) in enumerate(
             zip(self.log_density, self.pareto_k, self.shift, strict=True)
         ):
             mark = "  not known" if j in self.unknown else ""
-            lines.append(f"{j:6d} {density:12.2f} {k:7.2f} {shift:7.2f}{mark}")
-        unknown = ", ".join(str(j) for j in self.unknown)
+            lines.append(f"{who[j]:>{width}} {density:12.2f} {k:7.2f} {shift:7.2f}{mark}")
+        unknown = ", ".join(who[j] for j in self.unknown)
         mark = f"  not known, for it counts silo {unknown}" if unknown else ""
-        lines.append(f"{'total':>6} {self.total:12.2f}{mark}")
+        lines.append(f"{'total':>{width}} {self.total:12.2f}{mark}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -193,7 +199,7 @@ def silos_left_out(
         question, LeaveOutDown(draws, jnp.asarray(log_weights)), key, NOT_FINITE
     )
     density, k, shift = (np.asarray(a, np.float64) for a in found)
-    return LeaveOut(density, k, shift)
+    return LeaveOut(density, k, shift, names=result._silos.names)
 
 
 # Draws of the posterior that rows are left out of, at most and at least. Densities of 2,000 draws

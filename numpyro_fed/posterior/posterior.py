@@ -25,9 +25,10 @@ from jax import Array
 from numpyro_fed.after.arviz import Coords, Dims, Labels, groups_to_arviz
 from numpyro_fed.after.own_rows import WhichSilo, silo_number
 from numpyro_fed.after.questions import Questions
+from numpyro_fed.after.tables import Columns
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import DataError, ModelError, positive_int
-from numpyro_fed.basics.programs import jit_once, precision
+from numpyro_fed.basics.programs import in_precision_of_object, jit_once, precision
 from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
@@ -83,6 +84,13 @@ class Posterior(Questions):
     privacy: Spent | None = field(default=None, repr=False, kw_only=True)
     call: Any = field(default=None, repr=False, kw_only=True)
     _sent: int = field(default=0, repr=False, kw_only=True)
+
+    @property
+    def silo_names(self) -> tuple[str, ...]:
+        """Return the names of silos, or their numbers as text if they have no names."""
+        run = self.run_behind
+        names: tuple[str, ...] = run._silos.names_or_numbers(run.num_silos)
+        return names
 
     @property
     def num_exchanges(self) -> int:
@@ -182,7 +190,7 @@ class Posterior(Questions):
         """
         return {name: value for name, value in self.run_behind.params.items() if name != "guide"}
 
-    def silo_params(self, silo: int) -> dict[str, Any]:
+    def silo_params(self, silo: int | str) -> dict[str, Any]:
         """Return a silo's private parameters without a prior, on their supports.
 
         Raises
@@ -318,7 +326,89 @@ class Posterior(Questions):
             parts.append(by_plate)
         return parts
 
-    def draws_for_silo(self, key: Array, n: int, *, silo: int) -> bytes:
+    @shows("draw")
+    @in_precision_of_object
+    def to_frame(
+        self,
+        key: Array | None = None,
+        num_samples: int = 1_000,
+        *,
+        silo: WhichSilo | None = None,
+        coords: Coords | None = None,
+        dims: Dims | None = None,
+    ) -> Any:
+        """Return posterior draws as a pandas DataFrame, a column for each element.
+
+        Arguments and names are those of :meth:`summary`.
+        """
+        self._warn_of_doubt()
+        return self._columns(key, num_samples, silo, Labels.of(coords, dims)).frame()
+
+    @shows("draw")
+    @in_precision_of_object
+    def summary(
+        self,
+        key: Array | None = None,
+        num_samples: int = 4_000,
+        *,
+        silo: WhichSilo | None = None,
+        prob: float = 0.9,
+        coords: Coords | None = None,
+        dims: Dims | None = None,
+    ) -> Any:
+        """Return a pandas DataFrame with a row for each element of the globals.
+
+        Columns are mean, sd, the ends and the middle of the interval of probability ``prob``, the
+        probability to be positive, and the index of the tails where it is known: a mean or an sd
+        that does not exist, as under a Cauchy's tails, is NaN beside it.
+
+        Parameters
+        ----------
+        key : jax.Array, optional
+        num_samples : int
+            The number of draws.
+        silo : int, str, list of these, or "all", optional
+            Latents of these silos, too: an effect of a silo is called by the silo's name.
+        prob : float
+        coords : dict of str to list, optional
+            The names of the elements along an axis, as for :meth:`to_arviz`.
+        dims : dict of str to list of str, optional
+            The names of the axes of a site.
+
+        Examples
+        --------
+        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(ward, y=None):
+        ...     of_ward = numpyro.sample("of_ward", dist.Normal(0, 10).expand([2]).to_event(1))
+        ...     with nf.silo_plate("row", len(y)):
+        ...         numpyro.sample("y", dist.Normal(of_ward[ward], 1), obs=y)
+        >>> silos = {
+        ...     "Bern": dict(ward=np.array([0, 1, 1]), y=np.array([1.0, 4.0, 5.0])),
+        ...     "Chur": dict(ward=np.array([1, 0, 0]), y=np.array([6.0, 2.0, 3.0])),
+        ... }
+        >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
+        >>> names = dict(coords={"ward": ["surgery", "medicine"]}, dims={"of_ward": ["ward"]})
+        >>> print(fitted.summary(**names).round(1)[["mean", "sd", "P(> 0)"]])
+                           mean   sd  P(> 0)
+        of_ward[surgery]    2.0  0.6     1.0
+        of_ward[medicine]   5.0  0.6     1.0
+        """
+        if not 0 < prob < 1:
+            raise ValueError(f"prob={prob!r}: expected a number between 0 and 1.")
+        self._warn_of_doubt()
+        columns = self._columns(key, num_samples, silo, Labels.of(coords, dims))
+        return columns.summary(prob, getattr(self.corrected, "errors", None))
+
+    def _columns(
+        self, key: Array | None, n: int, silo: WhichSilo | None, labels: Labels
+    ) -> Columns:
+        """Return draws of all elements, with their names."""
+        positive_int("num_samples", n)
+        draws = self.sample_posterior(jax.random.key(0) if key is None else key, n, silo=silo)
+        return Columns.of(self.run_behind, draws, silo, labels)
+
+    def draws_for_silo(self, key: Array, n: int, *, silo: int | str) -> bytes:
         """Return draws of the globals for a silo in another process, as a message.
 
         The silo draws its own latents at them, and predicts, by :meth:`numpyro_fed.Silo.predict`.
@@ -331,8 +421,8 @@ class Posterior(Questions):
         key : jax.Array
         n : int
             The number of draws.
-        silo : int
-            The number of the silo.
+        silo : int or str
+            The silo's number, or its name.
 
         Returns
         -------
@@ -349,7 +439,8 @@ class Posterior(Questions):
             raise DataError(
                 "the silos are in this process: predict(key, new, silo=...) has their latents."
             )
-        if isinstance(silo, bool) or not 0 <= int(silo) < run.num_silos:
+        silo = silo_number(silo, run)
+        if not 0 <= silo < run.num_silos:
             raise DataError(f"there is no silo {silo}: they are 0 to {run.num_silos - 1}.")
         with precision(double=run.double):
             down = GlobalDraws.of(run._fit.guide, run.shared, self.unconstrained(key, n))
@@ -368,7 +459,8 @@ class Posterior(Questions):
         ----------
         key : jax.Array
         silo : dict, or Federation
-            The data of the new silo. For silos in other processes a :class:`Federation` of these,
+            The data of the new silo; under its name, ``{"Chur": data}``, if silos have names. For
+            silos in other processes a :class:`Federation` of these,
             in the same order, and of the new one after them.
 
         Raises
@@ -400,7 +492,7 @@ class Posterior(Questions):
         """
         return self._made_again(key, lambda call: call.with_silo(silo))
 
-    def remove(self, key: Array, silo: int) -> Posterior:
+    def remove(self, key: Array, silo: int | str) -> Posterior:
         """Return a fit without a silo, as if it had never taken part.
 
         Nothing of the silo is in the new fit: neither its factor nor its likelihood in weights and
@@ -411,15 +503,15 @@ class Posterior(Questions):
         Parameters
         ----------
         key : jax.Array
-        silo : int
-            The number of the silo. Those after it move up by one.
+        silo : int or str
+            The silo's number, or its name. The numbers of those after it move up by one.
 
         Raises
         ------
         DataError
             If there is no such silo, or no other one; or if the fit was loaded without data.
         """
-        silo, number = silo_number(silo), self.run_behind.num_silos
+        silo, number = silo_number(silo, self.run_behind), self.run_behind.num_silos
         if not 0 <= silo < number:
             raise DataError(f"there is no silo {silo}: the fit has {number}, from 0 on.")
         if number == 1:

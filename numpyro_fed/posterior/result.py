@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Self
@@ -14,10 +14,10 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_fed.after.own_rows import ALL, WhichSilo, chosen_silos
+from numpyro_fed.after.own_rows import WhichSilo, chosen_silos, silo_number
 from numpyro_fed.basics.errors import ModelError, NonFiniteError
 from numpyro_fed.basics.programs import filled, first_draws, in_precision_of_object
-from numpyro_fed.data.silo_data import SiloData, Sizes
+from numpyro_fed.data.silo_data import ALL, SiloData, Sizes
 from numpyro_fed.numerics.gaussian import Curvature
 from numpyro_fed.posterior.at_silo import told_by_silos
 from numpyro_fed.posterior.posterior import Posterior
@@ -195,7 +195,7 @@ class Result(Posterior, FederatedRun):
     def silos_at(self, z_G: np.ndarray) -> SiloTable:
         """Return the influence of each silo at a place (num_globals,) of the globals."""
         has_outer = any(p.dim and p.outer for p in self._fit.model.plates)
-        return table_of(self.factors_at(z_G), has_outer)
+        return replace(table_of(self.factors_at(z_G), has_outer), names=self._silos.names)
 
     @in_precision_of_object
     def factors_at(self, z_G: np.ndarray) -> Factors:
@@ -265,11 +265,12 @@ class Result(Posterior, FederatedRun):
         return {**self._fit.model.constrain_theta(shared.theta), "guide": guide}
 
     @in_precision_of_object
-    def silo_params(self, silo: int) -> dict[str, Any]:
+    def silo_params(self, silo: int | str) -> dict[str, Any]:
         """Return a silo's private parameters on their supports, and its guide as ``"guide"``.
 
         By quadrature the guide is not fitted: it is where the search for rows' modes begins.
         """
+        silo = silo_number(silo, self)
         private = self._fit.model.constrain_theta(self.private_parameters(silo))
         return {**private, "guide": self.private(silo).guide}
 
@@ -292,9 +293,10 @@ class Result(Posterior, FederatedRun):
         key : jax.Array
         n : int
             Number of draws, the leading axis of every site.
-        silo : int, list of int, or "all", optional
-            Also draw this silo's locals, each given the same globals that come without it. Under a
-            locally enhanced bound they are resampled by their weights. With ``"all"``, or a list,
+        silo : int, str, list of these, or "all", optional
+            Also draw the locals of this silo, known by its number or name, each given the same
+            globals that come without it. Under a locally enhanced bound they are resampled by their
+            weights. With ``"all"``, or a list,
             latents of several silos stand side by side: an effect of each hospital has the shape
             ``(n, hospitals)``, and draws are those of each silo alone. Of silos in other processes
             ``"all"`` has the latents that rows share (a hospital's effect), and nothing of rows.
@@ -344,11 +346,11 @@ class Result(Posterior, FederatedRun):
             private = self.private(j)
             return sampler.draw_silo(key_silo, shared.theta, private, z_G, coords, data, *unpadded)
 
-        if isinstance(silo, int | np.integer) and not isinstance(silo, bool):
-            j = int(silo)
+        if silo != ALL and (isinstance(silo, str) or not isinstance(silo, Sequence)):
+            j = silo_number(silo, self, ALL)
             own = {**shared.theta, **self.private_parameters(j)}
             return sites | draw(j, (own, self._hosted(j).data[j]))
-        silos = chosen_silos(silo, self.num_silos)
+        silos = chosen_silos(silo, self)
         for j in silos:
             self._hosted(j).place(j)  # all are there, before any is drawn
         parts = {j: draw(j) for j in silos}

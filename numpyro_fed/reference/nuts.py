@@ -21,8 +21,7 @@ from numpyro.infer import MCMC, NUTS
 from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.basics.programs import is_double
 from numpyro_fed.data.padding import Bucket, grouped, stacked
-from numpyro_fed.data.silo_data import SiloData, Sizes, read_all, signature
-from numpyro_fed.data.tables import SiloInput
+from numpyro_fed.data.silo_data import SiloData, SilosInput, Sizes, read_all, signature
 from numpyro_fed.numerics.gaussian import identity
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.reference.nuts_result import NutsResult, PooledRun, join_chains
@@ -50,7 +49,7 @@ Shapes = Mapping[str, tuple[int, ...] | Mapping[str, tuple[int, ...]]]
 def run_nuts(
     key: Array,
     model: Callable[..., object],
-    silos: Sequence[SiloInput],
+    silos: SilosInput,
     *,
     num_warmup: int = 1_000,
     num_samples: int = 1_000,
@@ -185,7 +184,7 @@ def run_nuts(
         model=fm,
         facts=facts_of(fm, read[0], sizes[0]),
         double=is_double(),
-        _silos=Silos(tuple(read), tuple(buckets), ()),
+        _silos=Silos(tuple(read), tuple(buckets), (), read.names),
         shared=Shared(shared, {}, identity((fm.dim,))),
         private=private,
         z_G=z_G,

@@ -32,6 +32,7 @@ from numpyro_fed.after.own_rows import (
     chosen_silos,
     outcomes_and_rows,
     parameters_of,
+    silo_number,
     values_at,
 )
 from numpyro_fed.after.predict import SEEN, compiled
@@ -106,8 +107,9 @@ class PooledRun:
     def _hosted(self, silo: int) -> Silos:
         return self._silos
 
-    def silo_params(self, silo: int) -> dict[str, Any]:
+    def silo_params(self, silo: int | str) -> dict[str, Any]:
         """Return a silo's private parameters on their supports."""
+        silo = silo_number(silo, self)
         self._silos.place(silo)
         return self._fit.model.constrain_theta(self.private[silo])
 
@@ -290,7 +292,7 @@ class NutsResult(Posterior):
         if silo is None:
             return joined
         run = self.run_behind
-        silos, samples = chosen_silos(silo, run.num_silos), self.samples
+        silos, samples = chosen_silos(silo, run), self.samples
         for j in silos:
             run._silos.place(j)
         for s in run._fit.model.sites:

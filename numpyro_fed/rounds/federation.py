@@ -28,6 +28,7 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.basics.files import FolderLock, Store, log_privately
 from numpyro_fed.basics.programs import is_double
+from numpyro_fed.data.silo_data import names_of
 from numpyro_fed.rounds.messages import (
     ACCEPT,
     DESCRIBE,
@@ -96,6 +97,8 @@ class Federation:
         there is one.
     at_once : int
         The number of silos that are asked at the same time; each takes a thread.
+    silo_names : list of str, optional
+        The names of silos, in their order, by which tables, figures and messages call them.
     secure_sum : bool
         Whether silos mask their replies, so that the server learns the sum over all silos of an
         exchange and no reply of one. Exchanges and schedules that need single replies are refused:
@@ -139,6 +142,7 @@ class Federation:
         log: str | Path | None = None,
         at_once: int = MAX_AT_ONCE,
         secure_sum: bool = False,
+        silo_names: Sequence[str] = (),
     ):
         positive_int("at_once", at_once)
         positive_number("patience", patience)
@@ -148,6 +152,7 @@ class Federation:
         self._state, self._most_at_once = None if state is None else Path(state), at_once
         self._engine, self.names, self.patience = engine, dict(names or {}), patience
         self.num_silos = engine.num_silos
+        self.silo_names = _checked_names(silo_names, self.num_silos)
         self._journal = journal = None if state is None else Journal(Path(state), self.num_silos)
         self._log = Path(state) / LOG if log is None and state is not None else log
         self._log_lock = threading.Lock()
@@ -182,6 +187,7 @@ class Federation:
             log=self._log,
             at_once=self._most_at_once,
             secure_sum=self.secure_sum,
+            silo_names=[self.silo_names[j] for j in numbers] if self.silo_names else (),
         )
 
     def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
@@ -454,6 +460,13 @@ class Journal:
         }
         self._num_kept += len(records)
         self._store.put(kept)
+
+
+def _checked_names(names: Sequence[str], number: int) -> tuple[str, ...]:
+    """Return the names of silos; raise an error if there is not one for each."""
+    if names and len(names) != number:
+        raise DataError(f"silo_names has {len(names)} entries, and there are {number} silos.")
+    return names_of({name: {} for name in names})
 
 
 def _text(name: str, answer: bytes, silo: int) -> str:

@@ -107,12 +107,18 @@ def in_order(batches: Sequence[Batch]) -> Array:
 class Silos(NamedTuple):
     """The silos of a run: their data as read, in buckets, and on the device.
 
-    Of silos in other processes there is one batch without data, and nothing else.
+    Of silos in other processes there is one batch without data, and nothing else but their names,
+    if they have any.
     """
 
     data: tuple[SiloData, ...]
     buckets: tuple[Bucket, ...]
     batches: Batches
+    names: tuple[str, ...] = ()
+
+    def names_or_numbers(self, num_silos: int) -> tuple[str, ...]:
+        """Return the names of silos, or their numbers as text if they have no names."""
+        return self.names or tuple(map(str, range(num_silos)))
 
     @property
     def elsewhere(self) -> bool:

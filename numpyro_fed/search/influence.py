@@ -36,7 +36,7 @@ from scipy.stats import chi2, f
 
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import optional
-from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.data.silo_data import SiloData, label
 from numpyro_fed.guides.laplace import START, Laplace
 from numpyro_fed.rounds.exchange import AskSilos, Combine, Exchange, FederatedAlgorithm, Reply
 from numpyro_fed.rounds.names import INFLUENCE
@@ -174,14 +174,17 @@ class SiloTable:
     conflict : array (num_silos,)
         The probability that a silo with rows of the same model disagrees with all others as much.
     flagged : tuple of int
-        Silos that contradict the others: the one with the lowest ``conflict`` first, then of those
-        that are left, until none is below one in a hundred, divided by the number of silos. Two
-        that contradict each other are both flagged.
+        Numbers of silos that contradict the others: the one with the lowest ``conflict`` first,
+        then of those that are left, until none is below one in a hundred, divided by the number of
+        silos. Two that contradict each other are both flagged.
+    names : tuple of str
+        The names of silos; empty where they have none.
     """
 
     shift: np.ndarray
     conflict: np.ndarray
     flagged: tuple[int, ...] = field(default=())
+    names: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def words(self) -> str:
@@ -189,7 +192,7 @@ class SiloTable:
         if not self.flagged:
             return ""
         first = self.flagged[0]
-        who = f"Silo {first} contradicts the others"
+        who = f"{label(first, self.names).capitalize()} contradicts the others"
         if len(self.shift) == 2:
             who = "The two silos contradict each other"
         # Beside a silo that is wrong, honest ones may be flagged as well.
@@ -201,26 +204,29 @@ class SiloTable:
         Parameters
         ----------
         names : list of str, optional
-            A name for each silo, in their order; by default their numbers.
+            A name for each silo, in their order; by default their own, or their numbers.
 
         Returns
         -------
         matplotlib.figure.Figure
         """
-        labels = display.labels_of(len(self.shift), names)
+        labels = display.labels_of(len(self.shift), names or self.names)
         return display.conflicts(self.shift, self.conflict, self.flagged, LEVEL, labels)
 
     def to_frame(self) -> Any:
         """Return the table as a pandas DataFrame, a row for each silo."""
         marks = [j in self.flagged for j in range(len(self.shift))]
         columns = {"shift": self.shift, "conflict": self.conflict, "flagged": marks}
-        return optional("pandas").DataFrame(columns).rename_axis("silo")
+        index = self.names or None
+        return optional("pandas").DataFrame(columns, index=index).rename_axis("silo")
 
     def __str__(self) -> str:
-        lines = [f"{'silo':>6} {'shift':>8} {'conflict':>9}"]
+        who = self.names or tuple(map(str, range(len(self.shift))))
+        width = max(6, *map(len, who))
+        lines = [f"{'silo':>{width}} {'shift':>8} {'conflict':>9}"]
         for j, (shift, p) in enumerate(zip(self.shift, self.conflict, strict=True)):
             mark = "  contradicts the others" if j in self.flagged else ""
-            lines.append(f"{j:6d} {shift:8.2f} {p:9.2g}{mark}")
+            lines.append(f"{who[j]:>{width}} {shift:8.2f} {p:9.2g}{mark}")
         return "\n".join(lines)
 
     __repr__ = __str__

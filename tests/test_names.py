@@ -1,0 +1,168 @@
+"""Silos by their names, and tables with names of silos and levels."""
+
+import warnings
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.basics.errors import DataError
+from numpyro_fed.data.silo_data import read
+
+KEY = jax.random.key(0)
+WARDS = dict(coords={"ward": ["surgery", "medicine"]}, dims={"of_ward": ["ward"]})
+
+
+def model(ward, y=None):
+    of_ward = numpyro.sample("of_ward", dist.Normal(0, 10).expand([2]).to_event(1))
+    with nf.silo_plate("hospital", 1):
+        u = numpyro.sample("u", dist.Normal(0, 1))
+    with nf.silo_plate("row", len(ward)):
+        numpyro.sample("y", dist.Normal(of_ward[ward] + u[0], 1), obs=y)
+
+
+def hospitals(*effects):
+    r = np.random.default_rng(0)
+    for effect, name in zip(effects, ("Basel", "Bern", "St. Gallen", "Chur"), strict=False):
+        ward = np.arange(20) % 2
+        yield name, dict(ward=ward, y=3.0 * ward + effect + r.normal(size=20))
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return nf.fit(KEY, model, dict(hospitals(0.0, -1.0, 1.0)), progress_bar=False)
+
+
+def test_silos_are_asked_for_by_name_or_number(fitted):
+    assert fitted.silo_names == ("Basel", "Bern", "St. Gallen")
+    for ask in (
+        lambda silo: fitted.sample_posterior(KEY, 20, silo=silo)["u"],
+        lambda silo: fitted.sample_posterior(KEY, 20, silo=[silo, 0])["u"],
+        lambda silo: fitted.predict(KEY, silo=silo, n=5)["y"],
+        lambda silo: fitted.predict(KEY, dict(ward=np.array([0])), silo=silo, n=5)["y"],
+    ):
+        np.testing.assert_array_equal(ask("St. Gallen"), ask(2))
+    with pytest.raises(ValueError, match=r"'Chur': expected a name of \['Basel', 'Bern'"):
+        fitted.sample_posterior(KEY, 5, silo="Chur")
+    with pytest.raises(ValueError, match=r"'Chur': expected a name .* or 'new'"):
+        fitted.predict(KEY, silo="Chur")
+
+
+def test_tables_and_figures_have_the_names(fitted):
+    for table in (fitted.disagreement(), fitted.leave_out()):
+        assert table.to_frame().index.tolist() == ["Basel", "Bern", "St. Gallen"]
+        lines = str(table).splitlines()
+        assert [line.split("  ")[0].strip() for line in lines[2:4]] == ["", "St. Gallen"]
+    (ax,) = fitted.plot_silos("u").axes
+    names = {text.get_text() for text in ax.get_yticklabels()}
+    assert names == {"Basel", "Bern", "St. Gallen"}
+    assert fitted.plot_check("Bern", n=2).axes[0].get_title() == "Bern"
+
+
+def test_a_summary_is_that_of_the_draws_by_name(fitted):
+    table = fitted.summary(KEY, 500, silo=["Bern", 0], prob=0.5, **WARDS)
+    names = ["of_ward[surgery]", "of_ward[medicine]", "u[Bern]", "u[Basel]"]
+    assert table.index.tolist() == names
+    assert table.columns.tolist() == ["mean", "sd", "25%", "50%", "75%", "P(> 0)", "tail index"]
+    draws = fitted.sample_posterior(KEY, 500, silo=[1, 0])
+    values = np.column_stack([draws["of_ward"], draws["u"]])
+    np.testing.assert_allclose(table["mean"], values.mean(0))
+    np.testing.assert_allclose(table["sd"], values.std(0))
+    np.testing.assert_allclose(table[["25%", "75%"]], np.quantile(values, [0.25, 0.75], axis=0).T)
+    np.testing.assert_allclose(table["P(> 0)"], (values > 0).mean(0))
+    frame = fitted.to_frame(KEY, 500, silo=[1, 0], **WARDS)
+    assert frame.columns.tolist() == names
+    np.testing.assert_allclose(frame, values)
+    assert fitted.summary().index.tolist() == ["of_ward[0]", "of_ward[1]"]
+    with pytest.raises(ValueError, match=r"has 1 names, and 'of_ward' has 2"):
+        fitted.summary(coords={"ward": ["one"]}, dims={"of_ward": ["ward"]})
+    with pytest.raises(ValueError, match=r"prob=1\.5"):
+        fitted.summary(prob=1.5)
+
+
+def test_a_mean_that_does_not_exist_is_no_number():
+    def ratio(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        width = numpyro.sample("width", dist.HalfCauchy(1.0))
+        numpyro.deterministic("moved", mu + width)
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    silos = [dict(y=np.random.default_rng(0).normal(size=30))]
+    fit = nf.fit(KEY, ratio, silos, progress_bar=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table = fit.summary()
+    known = fit.corrected.errors.infinite[0]
+    assert known.any()
+    none = [
+        name for name, no_mean in zip(fit.corrected.errors.names, known, strict=True) if no_mean
+    ]
+    assert set(table.index[table["mean"].isna()]) == set(none)
+    assert np.isfinite(table.loc["mu", ["mean", "sd", "50%"]].to_numpy(float)).all()
+
+
+@pytest.mark.slow
+def test_silos_come_and_go_by_name(fitted):
+    fewer = fitted.remove(KEY, "Bern")
+    assert fewer.silo_names == ("Basel", "St. Gallen")
+    new = dict(hospitals(0.0, 0.0, 0.0, 2.0))["Chur"]
+    with pytest.raises(DataError, match=r"\{name: data\}, other than \['Basel', 'St. Gallen'\]"):
+        fewer.add(KEY, new)
+    with pytest.raises(DataError, match="other than"):
+        fewer.add(KEY, {"Basel": new})
+    assert fewer.add(KEY, {"Chur": new}).silo_names == ("Basel", "St. Gallen", "Chur")
+
+
+@pytest.mark.slow
+def test_a_federation_has_names_as_well(fitted):
+    data = dict(hospitals(0.0, -1.0, 1.0))
+    silos = [nf.Silo(one, names={"model": model}) for one in data.values()]
+    engine = nf.network.InMemory([silo.answer for silo in silos])
+    with pytest.raises(DataError, match="2 entries, and there are 3 silos"):
+        nf.Federation(engine, silo_names=["one", "two"])
+    there = nf.Federation(engine, silo_names=list(data))
+    found = nf.fit(KEY, model, there, progress_bar=False)
+    assert found.silo_names == fitted.silo_names
+    assert str(found.disagreement()) == str(fitted.disagreement())
+    message = found.draws_for_silo(KEY, 20, silo="Bern")
+    drawn = silos[1].sample_posterior(KEY, message)["u"]
+    np.testing.assert_allclose(drawn, fitted.sample_posterior(KEY, 20, silo="Bern")["u"], rtol=1e-6)
+    assert there.of([2, 0]).silo_names == ("St. Gallen", "Basel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["nuts", "pvi"])
+def test_other_runs_have_names(run):
+    data = dict(hospitals(0.0, 1.0))
+    if run == "nuts":
+        options = dict(num_warmup=20, num_samples=20, progress_bar=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = nf.run_nuts(KEY, model, data, **options)
+            assert found.summary(silo="all").index.tolist()[-2:] == ["u[Basel]", "u[Bern]"]
+    else:
+        found = nf.PVI(model, start=None).run(KEY, 1, data, progress_bar=False)
+        np.testing.assert_array_equal(
+            found.silo_params("Bern")["guide"]["hospital"]["loc"],
+            found.silo_params(1)["guide"]["hospital"]["loc"],
+        )
+    assert found.silo_names == ("Basel", "Bern")
+
+
+@pytest.mark.parametrize(
+    ("silos", "words"),
+    [
+        (dict(y=np.ones(3)), "silos must be a list"),
+        ({"all": dict(y=np.ones(3))}, "'all' cannot be the name"),
+        ({3: dict(y=np.ones(3))}, "3 cannot be the name"),
+        ({"Bern": dict(y=np.ones(3)), "Chur": dict(z=np.ones(3))}, "silo 'Chur' has the keys"),
+        ({"Bern": dict(y=np.ones(3)), "Chur": dict(y=np.ones((3, 1)))}, "silo 'Chur', 'y' has sha"),
+    ],
+)
+def test_what_is_no_silo_by_name_is_refused(silos, words):
+    with pytest.raises(DataError, match=words):
+        read(silos)
