@@ -166,3 +166,16 @@ def test_other_runs_have_names(run):
 def test_what_is_no_silo_by_name_is_refused(silos, words):
     with pytest.raises(DataError, match=words):
         read(silos)
+
+
+def test_levels_moments_and_the_joint_model_take_names():
+    data = dict(hospitals(0.0, 1.0))
+    tables = {name: dict(town=[name] * 20, x=silo["y"]) for name, silo in data.items()}
+    assert nf.levels(tables, ["town"])["town"] == ("Basel", "Bern")
+    assert nf.moments(tables, ["x"]) == nf.moments(list(tables.values()), ["x"])
+    with pytest.raises(DataError, match="silo 'Bern'"):
+        nf.levels(tables | {"Bern": dict(x=np.ones(3))}, ["town"])
+    trace = numpyro.handlers.trace(
+        numpyro.handlers.seed(nf.handlers.joint(model, data), 0)
+    ).get_trace()
+    assert {"silo_0/y", "silo_1/y"} <= set(trace)

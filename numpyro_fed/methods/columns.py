@@ -7,14 +7,14 @@ columns alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from numpyro_fed.basics.errors import DataError, ReplyError, positive_int
 from numpyro_fed.data.scaling import Numbers, Scaling, moments_of, united
-from numpyro_fed.data.silo_data import listed
+from numpyro_fed.data.silo_data import label, listed, names_of
 from numpyro_fed.data.tables import MIN_COUNT, OTHER, Levels, SiloInput, level_names, listed_names
 from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.messages import LEVELS, MOMENTS, read, write
@@ -24,7 +24,7 @@ NAMES, COLUMNS, REST = "names", "columns", "other"  # texts in the head of a rep
 
 
 def levels(
-    silos: Sequence[Any] | Federation,
+    silos: Sequence[Any] | Mapping[str, Any] | Federation,
     columns: Sequence[str],
     *,
     min_count: int = MIN_COUNT,
@@ -34,7 +34,7 @@ def levels(
 
     Parameters
     ----------
-    silos : sequence of dict or DataFrame, or Federation
+    silos : list of dict or DataFrame, dict of these, or Federation
         What each silo holds, or silos in other processes.
     columns : sequence of str
         Arguments, columns of the DataFrames, or ``"x.city"`` for a column of the argument ``x``.
@@ -92,16 +92,18 @@ def levels(
             try:
                 parts.append(level_names(silo, columns, min_count, last))
             except DataError as error:
-                raise DataError(f"silo {j}: {error}") from error
+                raise DataError(f"{label(j, names_of(silos))}: {error}") from error
     return Levels.union(*parts, min_count=min_count, other=other)
 
 
-def moments(silos: Sequence[Any] | Federation, arguments: Sequence[str] | None = None) -> Scaling:
+def moments(
+    silos: Sequence[Any] | Mapping[str, Any] | Federation, arguments: Sequence[str] | None = None
+) -> Scaling:
     """Return the mean and the sd of each column over all silos, as of the pooled rows.
 
     Parameters
     ----------
-    silos : sequence of dict or DataFrame, or Federation
+    silos : list of dict or DataFrame, dict of these, or Federation
         What each silo holds, or silos in other processes.
     arguments : sequence of str, optional
         The arguments, or columns of DataFrames, to take moments of. By default all arrays of
@@ -150,8 +152,8 @@ def moments(silos: Sequence[Any] | Federation, arguments: Sequence[str] | None =
         replies = silos.ask_of_data(MOMENTS, settings)
         parts = [_read_moments(j, reply, arguments) for j, reply in enumerate(replies)]
     else:
-        held = enumerate(listed(silos, HELD))
-        parts = [moments_of(f"silo {j}", silo, arguments) for j, silo in held]
+        known, held = names_of(silos), enumerate(listed(silos, HELD))
+        parts = [moments_of(label(j, known), silo, arguments) for j, silo in held]
     whole = united("silo", parts)
     for name, count in whole.count.items():
         if not np.all(count):

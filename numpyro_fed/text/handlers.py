@@ -18,7 +18,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.programs import TRACING
-from numpyro_fed.data.silo_data import is_leaf, with_model_data
+from numpyro_fed.data.silo_data import SilosInput, is_leaf, listed, with_model_data
 from numpyro_fed.data.tables import as_dict
 from numpyro_fed.text.clients import augment as augment
 from numpyro_fed.text.clients import power_likelihood as power_likelihood
@@ -136,7 +136,7 @@ def localised(model: Callable[..., Any], data: Mapping[str, Any]) -> Callable[..
     )
 
 
-def joint(model: Callable[..., Any], silos: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
+def joint(model: Callable[..., Any], silos: SilosInput) -> Callable[[], None]:
     r"""Return the exact joint model of all silos, as an ordinary NumPyro model of no arguments.
 
     .. math::
@@ -173,7 +173,7 @@ def joint(model: Callable[..., Any], silos: Sequence[Mapping[str, Any]]) -> Call
 
     def joint_model() -> None:
         values: dict[str, Any] = {}
-        plain = [as_dict(f"silo {j}", silo) for j, silo in enumerate(silos)]
+        plain = [as_dict(f"silo {j}", silo) for j, silo in enumerate(listed(silos))]
         all_data = with_model_data(model, plain)
         text = localised(model, all_data[0]) if all_data else model
         # Values that are traced are not looked at.
