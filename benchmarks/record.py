@@ -85,7 +85,9 @@ def write(path: str | Path, rows: list[dict[str, Any]], *, details: object) -> N
         "details": details,
     }
     _check(record, f"the record of {sys.argv[0]}")
-    Path(path).write_text(json.dumps(record, indent=1, default=float) + "\n")
+    # NaN is none of JSON's numbers: what is not known is null.
+    plain = json.loads(json.dumps(record, default=float), parse_constant=lambda name: None)
+    Path(path).write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
 
 
 def read(page: str) -> list[dict[str, Any]]:

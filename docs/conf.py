@@ -11,8 +11,8 @@ sys.path += [str(HERE), str(HERE.parent / "tests")]
 
 from xla_flags import remembered_flags
 
-# Most of the cells' time goes into compiling, so programs are kept for the next build and compiled
-# with few optimisations: but those of LLVM, without which NUTS takes twice as long.
+# Most of the cells' time goes into compiling, so programs are kept for the next build, and compiled
+# with few optimisations. LLVM optimises as always: without that NUTS takes twice as long.
 BUILD = HERE / "_build"
 if "XLA_FLAGS" not in os.environ:
     flags = remembered_flags(BUILD)

@@ -1,6 +1,7 @@
 """Silos by their names, and tables with names of silos and levels."""
 
 import warnings
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -55,11 +56,16 @@ def test_tables_and_figures_have_the_names(fitted):
     for table in (fitted.disagreement(), fitted.leave_out()):
         assert table.to_frame().index.tolist() == ["Basel", "Bern", "St. Gallen"]
         lines = str(table).splitlines()
-        assert [line.split("  ")[0].strip() for line in lines[2:4]] == ["", "St. Gallen"]
+        assert lines[2].startswith("      Bern ")
+        assert lines[3].startswith("St. Gallen ")
     (ax,) = fitted.plot_silos("u").axes
     names = {text.get_text() for text in ax.get_yticklabels()}
     assert names == {"Basel", "Bern", "St. Gallen"}
     assert fitted.plot_check("Bern", n=2).axes[0].get_title() == "Bern"
+    labels = fitted.disagreement().plot(names=np.array(["x", "y", "z"])).axes[0].get_yticklabels()
+    assert {text.get_text() for text in labels} == {"x", "y", "z"}
+    accused = replace(fitted.disagreement(), flagged=(2,))
+    assert accused.words.startswith("Silo 'St. Gallen' contradicts the others (p = ")
 
 
 def test_a_summary_is_that_of_the_draws_by_name(fitted):
@@ -77,6 +83,9 @@ def test_a_summary_is_that_of_the_draws_by_name(fitted):
     assert frame.columns.tolist() == names
     np.testing.assert_allclose(frame, values)
     assert fitted.summary().index.tolist() == ["of_ward[0]", "of_ward[1]"]
+    own = dict(coords={"town": ["A", "B", "C"]}, dims={"u": ["town"]})
+    assert fitted.summary(silo="all", **own).index.tolist()[2:] == ["u[A]", "u[B]", "u[C]"]
+    assert table["tail index"].isna().tolist() == [False, False, True, True]
     with pytest.raises(ValueError, match=r"has 1 names, and 'of_ward' has 2"):
         fitted.summary(coords={"ward": ["one"]}, dims={"of_ward": ["ward"]})
     with pytest.raises(ValueError, match=r"prob=1\.5"):
@@ -124,6 +133,10 @@ def test_a_federation_has_names_as_well(fitted):
     engine = nf.network.InMemory([silo.answer for silo in silos])
     with pytest.raises(DataError, match="2 entries, and there are 3 silos"):
         nf.Federation(engine, silo_names=["one", "two"])
+    with pytest.raises(DataError, match="two silos have the name 'a'"):
+        nf.Federation(engine, silo_names=["a", "a", "b"])
+    with pytest.raises(DataError, match="1 entries, and there are 3"):
+        nf.Federation(engine, silo_names="abc")
     there = nf.Federation(engine, silo_names=list(data))
     found = nf.fit(KEY, model, there, progress_bar=False)
     assert found.silo_names == fitted.silo_names
@@ -159,6 +172,7 @@ def test_other_runs_have_names(run):
         (dict(y=np.ones(3)), "silos must be a list"),
         ({"all": dict(y=np.ones(3))}, "'all' cannot be the name"),
         ({3: dict(y=np.ones(3))}, "3 cannot be the name"),
+        ({"Bern": dict(y=np.ones(3)), "Chur": [1.0]}, "silo 'Chur' must be a dict .* got list"),
         ({"Bern": dict(y=np.ones(3)), "Chur": dict(z=np.ones(3))}, "silo 'Chur' has the keys"),
         ({"Bern": dict(y=np.ones(3)), "Chur": dict(y=np.ones((3, 1)))}, "silo 'Chur', 'y' has sha"),
     ],

@@ -293,3 +293,5 @@ def test_levels_of_as_many_rows_as_the_policy_says_are_told():
 def test_limits_of_a_policy_have_their_names():
     with pytest.raises(TypeError, match="positional"):
         nf.Policy(5)
+    with pytest.raises(AttributeError, match="max_draws"):
+        nf.Policy().max_draws = 10**6

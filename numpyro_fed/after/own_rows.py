@@ -56,7 +56,7 @@ class Run(Protocol):
 
 def chosen_silos(silo: WhichSilo, run: Run) -> list[int]:
     """Return the numbers of the silos that are asked for."""
-    if silo == ALL:
+    if isinstance(silo, str) and silo == ALL:
         return list(range(run.num_silos))
     if isinstance(silo, str) or not isinstance(silo, Sequence):
         silo = [silo]
@@ -76,6 +76,14 @@ def silo_number(silo: object, run: Run, *words: str) -> int:
         also = "".join(f", or '{word}'" for word in words)
         raise ValueError(f"silo={silo!r}: expected {known}a whole number from 0 on{also}.")
     return int(silo)
+
+
+def names_of_rows(names: Sequence[str], rows: Sequence[int]) -> list[str]:
+    """Return a name for each row of silos: the silo's, and a number where silos have several."""
+    if all(number == 1 for number in rows):
+        return list(names)
+    pairs = zip(names, rows, strict=True)
+    return [f"{name}, {i}" for name, number in pairs for i in range(number)]
 
 
 class SiloAtDraws(NamedTuple):

@@ -17,6 +17,7 @@ from numpyro_fed.after.own_rows import (
     WhichSilo,
     drawn_from_prior,
     groups_of_rows,
+    names_of_rows,
     outcomes_of_silos,
     parameters_of,
     programs_of,
@@ -167,17 +168,18 @@ class Questions(ABC):
         self._warn_of_doubt()
         positive_int("n", n)
         run, model = self.run_behind, self.run_behind._fit.model
-        number = None if silo in (NEW, OWN_ROWS) else silo_number(silo, run, NEW, OWN_ROWS)
+        word = isinstance(silo, str) and silo in (NEW, OWN_ROWS)
+        number = None if word else silo_number(silo, run, NEW, OWN_ROWS)
         found: Any
         if new is None:
-            if silo == NEW:
+            if word and silo == NEW:
                 raise ValueError("pass new data to predict for, or silo='own rows'.")
             if number is None:
                 found = self._at_own_rows(key, range(run.num_silos), n, mean=mean)
             else:
                 (found,) = self._at_own_rows(key, [number], n, mean=mean)
         else:
-            if silo == OWN_ROWS:
+            if word and silo == OWN_ROWS:
                 raise ValueError(
                     f'silo="{silo}" predicts for the rows of the fit: pass no new data.'
                 )
@@ -490,7 +492,7 @@ class Questions(ABC):
             site = next(iter([*(s.name for s in outer_sites(fm)), *of_silos]), None)
         if site is None or site not in of_silos:
             raise ModelError(f"{site!r} is no latent of silos: the model has {of_silos}.")
-        labels = display.labels_of(run.num_silos, names or run._silos.names)
+        labels = display.labels_of(run.num_silos, names, run._silos.names)
         hosted = run._hosted(0)  # before silos elsewhere are asked for what cannot be shown
         draws = self.sample_posterior(jax.random.key(0), n, silo=ALL)
         # Its prior given the same globals, one silo after the other.
@@ -508,10 +510,7 @@ class Questions(ABC):
             for a in (draws[site], np.concatenate(parts, axis))
         )
         rows = [hosted.sizes_of(j)[plate] for j in range(run.num_silos)]
-        if any(number != 1 for number in rows):
-            pairs = zip(labels, rows, strict=True)
-            labels = [f"{silo}, {i}" for silo, number in pairs for i in range(number)]
-        return display.caterpillar(site, values, prior, labels)
+        return display.caterpillar(site, values, prior, names_of_rows(labels, rows))
 
     @shows("predict")
     @in_precision_of_object
@@ -532,8 +531,8 @@ class Questions(ABC):
 
         Parameters
         ----------
-        silo : int or "own rows"
-            One silo, or each of them, up to 24, or 80 for outcomes of yes or no.
+        silo : int, str or "own rows"
+            One silo, by number or name, or each of them, up to 24, or 80 for outcomes of yes or no.
         n : int
             The number of predictive data sets.
         names : list of str, optional
@@ -554,9 +553,10 @@ class Questions(ABC):
         """
         self._warn_of_doubt()
         run = self.run_behind
-        labels = display.labels_of(run.num_silos, names or run._silos.names)
+        labels = display.labels_of(run.num_silos, names, run._silos.names)
         chosen = list(range(len(labels)))
-        if silo != OWN_ROWS:
+        every = isinstance(silo, str) and silo == OWN_ROWS
+        if not every:
             chosen = [silo_number(silo, run, OWN_ROWS)]
         seen = outcomes_of_silos(run, chosen)
         shares = display.yes_or_no(y for outcomes in seen for y in outcomes.values())
@@ -565,7 +565,7 @@ class Questions(ABC):
         groups = None if by is None else groups_of_rows(by, seen)
         predicted = self._at_own_rows(jax.random.key(0), chosen, n)
         if groups is None:
-            shown = range(len(labels)) if silo == OWN_ROWS else chosen
+            shown = range(len(labels)) if every else chosen
             return display.checks(seen, predicted, [labels[j] for j in shown])
         return display.checks(*display.by_group(seen, predicted, groups))
 

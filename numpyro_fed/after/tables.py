@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from numpyro_fed.after.own_rows import Run, WhichSilo, chosen_silos
+from numpyro_fed.after.own_rows import Run, WhichSilo, chosen_silos, names_of_rows
 from numpyro_fed.basics.errors import optional
 from numpyro_fed.basics.trees import elements
+from numpyro_fed.data.silo_data import names_or_numbers
 from numpyro_fed.weigh.element_errors import ElementErrors
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class Columns(NamedTuple):
             axes = _axes(site, shape, labels)
             if site in of_silos:
                 axis, entries = of_silos[site]
-                axes[axis] = entries if len(entries) == shape[axis] else None
+                if axes[axis] is None and len(entries) == shape[axis]:
+                    axes[axis] = entries
             for index in np.ndindex(shape):
                 along = zip(index, axes, strict=True)
                 entries = [str(i) if a is None else str(a[i]) for i, a in along]
@@ -59,6 +61,7 @@ class Columns(NamedTuple):
         """Return mean, sd, quantiles and the probability to be positive, as a DataFrame.
 
         A mean or an sd that does not exist, as far as the tails tell, is NaN beside their index.
+        The index itself is NaN where no tails were looked at.
         """
         levels = [(1 - prob) / 2, 0.5, (1 + prob) / 2]
         table = {"mean": self.values.mean(0), "sd": self.values.std(0)}
@@ -68,7 +71,7 @@ class Columns(NamedTuple):
         if errors is not None:
             index = dict(zip(errors.names, errors.tail_index, strict=True))
             infinite = dict(zip(errors.names, errors.infinite.T, strict=True))
-            table["tail index"] = np.array([index.get(name, np.inf) for name in self.numbered])
+            table["tail index"] = np.array([index.get(name, np.nan) for name in self.numbered])
             for i, name in enumerate(self.numbered):
                 no_mean, no_sd = infinite.get(name, (False, False))
                 table["mean"][i] = np.nan if no_mean else table["mean"][i]
@@ -93,18 +96,12 @@ def _axes(site: str, shape: Sequence[int], labels: Labels) -> list[Names]:
 def _silo_axes(run: Run, silo: WhichSilo) -> dict[str, tuple[int, list[str]]]:
     """Return the axis of each latent along which silos stand, and the names of its entries."""
     chosen, hosted = chosen_silos(silo, run), run._silos
-    names = hosted.names_or_numbers(run.num_silos)
+    names = names_or_numbers(hosted.names, run.num_silos)
     found = {}
     for s in run._fit.model.sites:
         if s.kind != "latent" or s.plate is None:
             continue
         # Of silos elsewhere, whose rows are not told here, each is taken to have one.
         rows = [1 if hosted.elsewhere else hosted.sizes_of(j)[s.plate] for j in chosen]
-        one_each = all(n == 1 for n in rows)
-        entries = [
-            names[j] if one_each else f"{names[j]}, {i}"
-            for j, n in zip(chosen, rows, strict=True)
-            for i in range(n)
-        ]
-        found[s.name] = (s.axis or 0, entries)
+        found[s.name] = (s.axis or 0, names_of_rows([names[j] for j in chosen], rows))
     return found

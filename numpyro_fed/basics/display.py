@@ -84,9 +84,11 @@ def legend(figure: Figure, handles: Sequence[Artist], shown: int = 0, there: int
     )
 
 
-def labels_of(number: int, names: Sequence[str]) -> list[str]:
-    """Return a label for each silo: its name, or its number if silos have no names."""
-    if not names:
+def labels_of(number: int, names: Sequence[str] | None, own: Sequence[str]) -> list[str]:
+    """Return a label for each silo: that of ``names``, its own name, or its number."""
+    if names is None:
+        names = own if len(own) else None
+    if names is None:
         return [f"silo {j}" for j in range(number)]
     given = [names] if isinstance(names, str) else [str(name) for name in names]
     if len(given) != number:

@@ -199,13 +199,13 @@ def read_all(silos: SilosInput, model: Callable[..., Any] | None = None) -> Read
                 everyones.append(unflatten_skeleton(silo["tree"], {**arrays, **silo["static"]}))
                 columns.append({name: tuple(of) for name, of in silo["columns"].items()})
                 everyones_names.append(silo["name"])
-    if None not in everyones_names:
-        if twice := [name for name, n in Counter(everyones_names).items() if n > 1]:
-            raise DataError(
-                f"two processes have a silo '{twice[0]}': give each silo a name of its own."
-            )
-        return read(dict(zip(everyones_names, everyones, strict=True)), model, columns)
-    return read(everyones, model, columns)
+    named = [name for name in everyones_names if name is not None]
+    if not named:
+        return read(everyones, model, columns)
+    if len(named) < len(everyones):
+        raise DataError("silos have names in some processes alone: name all of them, or none.")
+    pairs = zip(checked_names(named), everyones, strict=True)
+    return read(dict(pairs), model, columns)
 
 
 def read(
@@ -256,7 +256,7 @@ def read_one(owner: str, data: SiloInput, *, may_miss: bool = False) -> SiloData
     return replace(_read_plain(owner, as_dict(owner, data), may_miss=may_miss), columns=columns)
 
 
-# What stands for several silos, where one of them is asked for.
+# Words that stand where a silo is asked for, and mean none of them, or several.
 NEW, OWN_ROWS, ALL = "new", "own rows", "all"
 
 
@@ -264,15 +264,32 @@ def names_of(silos: object) -> tuple[str, ...]:
     """Return the names of silos that come as a dict by their names; empty if they have none."""
     if not isinstance(silos, Mapping) or not silos:
         return ()
-    if not all(isinstance(held, Mapping) or is_frame(held) for held in silos.values()):
+    if not all(map(is_held, silos.values())):
         return ()  # the data of one silo, which are refused
-    names = tuple(silos)
-    if odd := [n for n in names if not isinstance(n, str) or n in ("", NEW, OWN_ROWS, ALL)]:
-        raise DataError(
-            f"{odd[0]!r} cannot be the name of a silo: expected a word other than '{NEW}', "
-            f"'{OWN_ROWS}' and '{ALL}', which stand for several."
-        )
-    return names
+    return checked_names(tuple(silos))
+
+
+def checked_names(names: Sequence[object]) -> tuple[str, ...]:
+    """Return the names of silos; raise an error for one that is none, or comes twice."""
+    for name in names:
+        if not isinstance(name, str) or name in ("", NEW, OWN_ROWS, ALL):
+            raise DataError(
+                f"{name!r} cannot be the name of a silo: expected a text that is not empty, and "
+                f"none of '{NEW}', '{OWN_ROWS}' and '{ALL}', which mean something else."
+            )
+    if twice := [name for name, n in Counter(names).items() if n > 1]:
+        raise DataError(f"two silos have the name {twice[0]!r}: give each silo a name of its own.")
+    return tuple(map(str, names))
+
+
+def names_or_numbers(names: tuple[str, ...], number: int) -> tuple[str, ...]:
+    """Return the names of silos, or their numbers as text if they have no names."""
+    return names or tuple(map(str, range(number)))
+
+
+def is_held(value: object) -> bool:
+    """Return whether a value may be what a silo holds."""
+    return isinstance(value, Mapping) or is_frame(value)
 
 
 def label(j: int, names: Sequence[str]) -> str:
@@ -287,10 +304,16 @@ def listed(
     """Return silos, once they are a list of what each holds."""
     if names_of(silos) and isinstance(silos, Mapping):
         return list(silos.values())
+    if isinstance(silos, Mapping) and any(map(is_held, silos.values())):
+        name, odd = next((n, one) for n, one in silos.items() if not is_held(one))
+        raise DataError(
+            f"silo {name!r} must be a dict of keyword arguments or a DataFrame, got "
+            f"{type(odd).__name__}. For a single silo pass a list with one dict."
+        )
     if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
         raise DataError(
-            f"silos must be a list with {held}, or a dict of these by the names of silos, got "
-            f"{type(silos).__name__}. For a single silo pass a list with one dict."
+            f"silos must be a list with {held}, got {type(silos).__name__}. For a single silo pass "
+            "a list with one dict. A dict has what each silo holds by the silo's name."
         )
     if not silos:
         raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")

@@ -29,7 +29,7 @@ from jax import Array
 from numpyro_fed.after.arviz import elpd_data
 from numpyro_fed.basics.errors import DataError, optional
 from numpyro_fed.basics.programs import jit_once
-from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.data.silo_data import SiloData, names_or_numbers
 from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.result import Result
@@ -130,7 +130,7 @@ class LeaveOut:
 
     @property
     def unknown(self) -> tuple[int, ...]:
-        """Return the numbers of silos that are not known, since a few draws carry the ratios."""
+        """Return the numbers of silos of which the table knows nothing: few draws carry it."""
         return tuple(np.flatnonzero(~(self.pareto_k <= MAX_K)).tolist())
 
     def to_frame(self) -> Any:
@@ -141,7 +141,7 @@ class LeaveOut:
         return optional("pandas").DataFrame(columns, index=index).rename_axis("silo")
 
     def __str__(self) -> str:
-        who = self.names or tuple(map(str, range(len(self.shift))))
+        who = names_or_numbers(self.names, len(self.shift))
         width = max(6, *map(len, who))
         lines = [f"{'silo':>{width}} {'log density':>12} {'k-hat':>7} {'shift':>7}"]
         for j, (density, k, shift) in enumerate(

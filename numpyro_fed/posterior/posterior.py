@@ -29,6 +29,7 @@ from numpyro_fed.after.tables import Columns
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import DataError, ModelError, positive_int
 from numpyro_fed.basics.programs import in_precision_of_object, jit_once, precision
+from numpyro_fed.data.silo_data import names_or_numbers
 from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
@@ -88,9 +89,7 @@ class Posterior(Questions):
     @property
     def silo_names(self) -> tuple[str, ...]:
         """Return the names of silos, or their numbers as text if they have no names."""
-        run = self.run_behind
-        names: tuple[str, ...] = run._silos.names_or_numbers(run.num_silos)
-        return names
+        return names_or_numbers(self.run_behind._silos.names, self.run_behind.num_silos)
 
     @property
     def num_exchanges(self) -> int:
@@ -331,7 +330,7 @@ class Posterior(Questions):
     def to_frame(
         self,
         key: Array | None = None,
-        num_samples: int = 1_000,
+        num_samples: int = 4_000,
         *,
         silo: WhichSilo | None = None,
         coords: Coords | None = None,
@@ -339,7 +338,7 @@ class Posterior(Questions):
     ) -> Any:
         """Return posterior draws as a pandas DataFrame, a column for each element.
 
-        Arguments and names are those of :meth:`summary`.
+        Arguments and names are those of :meth:`summary`, which is that of these draws.
         """
         self._warn_of_doubt()
         return self._columns(key, num_samples, silo, Labels.of(coords, dims)).frame()
@@ -358,9 +357,10 @@ class Posterior(Questions):
     ) -> Any:
         """Return a pandas DataFrame with a row for each element of the globals.
 
-        Columns are mean, sd, the ends and the middle of the interval of probability ``prob``, the
-        probability to be positive, and the index of the tails where it is known: a mean or an sd
-        that does not exist, as under a Cauchy's tails, is NaN beside it.
+        Columns are mean, sd, the ends and the middle of the interval of probability ``prob``, and
+        the probability to be positive; of weighted draws also the index of the tails, where they
+        were looked at. A mean or an sd that does not exist, as under a Cauchy's tails, is NaN
+        beside it. That is not known of latents of silos.
 
         Parameters
         ----------
@@ -370,6 +370,7 @@ class Posterior(Questions):
         silo : int, str, list of these, or "all", optional
             Latents of these silos, too: an effect of a silo is called by the silo's name.
         prob : float
+            The probability of the interval, with as much on either side of it.
         coords : dict of str to list, optional
             The names of the elements along an axis, as for :meth:`to_arviz`.
         dims : dict of str to list of str, optional
@@ -398,7 +399,9 @@ class Posterior(Questions):
             raise ValueError(f"prob={prob!r}: expected a number between 0 and 1.")
         self._warn_of_doubt()
         columns = self._columns(key, num_samples, silo, Labels.of(coords, dims))
-        return columns.summary(prob, getattr(self.corrected, "errors", None))
+        # Not the correction of a run, which asks all silos.
+        checked = self.corrected if self.stages else None
+        return columns.summary(prob, None if checked is None else checked.errors)
 
     def _columns(
         self, key: Array | None, n: int, silo: WhichSilo | None, labels: Labels

@@ -333,7 +333,8 @@ class Result(Posterior, FederatedRun):
         sites = first_draws(sampler.constrain_globals(shared.theta, filled(z_G)), len(z_G))
         if silo is None:
             return sites
-        if silo == ALL and self._silos.elsewhere:
+        every = isinstance(silo, str) and silo == ALL
+        if every and self._silos.elsewhere:
             return sites | told_by_silos(self, key, z_G, sampler)
         coords = sampler.coordinates(shared, z_G)
 
@@ -346,7 +347,7 @@ class Result(Posterior, FederatedRun):
             private = self.private(j)
             return sampler.draw_silo(key_silo, shared.theta, private, z_G, coords, data, *unpadded)
 
-        if silo != ALL and (isinstance(silo, str) or not isinstance(silo, Sequence)):
+        if not every and (isinstance(silo, str) or not isinstance(silo, Sequence)):
             j = silo_number(silo, self, ALL)
             own = {**shared.theta, **self.private_parameters(j)}
             return sites | draw(j, (own, self._hosted(j).data[j]))

@@ -13,7 +13,9 @@ import jax
 import numpy as np
 import numpyro.distributions as dist
 
+from numpyro_fed.after.own_rows import silo_number
 from numpyro_fed.basics.programs import in_precision_of_object, jit_once
+from numpyro_fed.data.silo_data import label
 from numpyro_fed.numerics.expfam.gaussian_family import rounding
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.pvi.families import GAUSSIAN
@@ -70,11 +72,12 @@ class PVIResult(Result):
         return self._server.params.guide
 
     @in_precision_of_object
-    def factor(self, silo: int) -> Any:
+    def factor(self, silo: int | str) -> Any:
         """Return the natural parameters of a silo's factor; prior and factors sum to the posterior.
 
         They are known to the silo alone, or to a run in one process.
         """
+        silo = silo_number(silo, self)
         state = self._silo_state(silo)
         return state.effective_factor(self._server.taken[silo])
 
@@ -291,7 +294,8 @@ class PVIResult(Result):
                 last = self._silo_numbers("status")[j] == status
                 when = "" if last else ", but not in the last"
                 words = _WORDS[status][1]
-                lines.append(f"silo {j}: {words} in {len(at)} visits{when}, rounds {rounds_}.")
+                who = label(j, self._silos.names)
+                lines.append(f"{who}: {words} in {len(at)} visits{when}, rounds {rounds_}.")
         if not self.own.all():
             lines.append(
                 f"server: its own factor, for the prior, had not converged in {(~self.own).sum()} "

@@ -28,7 +28,7 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.basics.files import FolderLock, Store, log_privately
 from numpyro_fed.basics.programs import is_double
-from numpyro_fed.data.silo_data import names_of
+from numpyro_fed.data.silo_data import checked_names
 from numpyro_fed.rounds.messages import (
     ACCEPT,
     DESCRIBE,
@@ -65,7 +65,7 @@ class Engine(Protocol):
 
 
 class Federation:
-    """Silos in processes of their own, which any method takes in the place of a list of dicts.
+    """Silos in processes of their own, which any method takes in the place of their data.
 
     All silos of an exchange are asked at once. A silo that does not answer is asked again until
     ``patience`` is over; messages are numbered, so that one that arrives twice moves nothing.
@@ -152,7 +152,7 @@ class Federation:
         self._state, self._most_at_once = None if state is None else Path(state), at_once
         self._engine, self.names, self.patience = engine, dict(names or {}), patience
         self.num_silos = engine.num_silos
-        self.silo_names = _checked_names(silo_names, self.num_silos)
+        self.silo_names = _names_for(self.num_silos, silo_names)
         self._journal = journal = None if state is None else Journal(Path(state), self.num_silos)
         self._log = Path(state) / LOG if log is None and state is not None else log
         self._log_lock = threading.Lock()
@@ -462,11 +462,15 @@ class Journal:
         self._store.put(kept)
 
 
-def _checked_names(names: Sequence[str], number: int) -> tuple[str, ...]:
+def _names_for(number: int, names: Sequence[str]) -> tuple[str, ...]:
     """Return the names of silos; raise an error if there is not one for each."""
-    if names and len(names) != number:
-        raise DataError(f"silo_names has {len(names)} entries, and there are {number} silos.")
-    return names_of({name: {} for name in names})
+    given = [names] if isinstance(names, str) else list(names)
+    if given and len(given) != number:
+        raise DataError(
+            f"silo_names has {len(given)} entries, and there are {number} silos: give a name for "
+            "each silo, in their order."
+        )
+    return checked_names(given)
 
 
 def _text(name: str, answer: bytes, silo: int) -> str:

@@ -116,10 +116,6 @@ class Silos(NamedTuple):
     batches: Batches
     names: tuple[str, ...] = ()
 
-    def names_or_numbers(self, num_silos: int) -> tuple[str, ...]:
-        """Return the names of silos, or their numbers as text if they have no names."""
-        return self.names or tuple(map(str, range(num_silos)))
-
     @property
     def elsewhere(self) -> bool:
         """Return whether the silos are in other processes."""

@@ -36,7 +36,7 @@ from scipy.stats import chi2, f
 
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import optional
-from numpyro_fed.data.silo_data import SiloData, label
+from numpyro_fed.data.silo_data import SiloData, label, names_or_numbers
 from numpyro_fed.guides.laplace import START, Laplace
 from numpyro_fed.rounds.exchange import AskSilos, Combine, Exchange, FederatedAlgorithm, Reply
 from numpyro_fed.rounds.names import INFLUENCE
@@ -192,7 +192,7 @@ class SiloTable:
         if not self.flagged:
             return ""
         first = self.flagged[0]
-        who = f"{label(first, self.names).capitalize()} contradicts the others"
+        who = f"S{label(first, self.names)[1:]} contradicts the others"
         if len(self.shift) == 2:
             who = "The two silos contradict each other"
         # Beside a silo that is wrong, honest ones may be flagged as well.
@@ -210,7 +210,7 @@ class SiloTable:
         -------
         matplotlib.figure.Figure
         """
-        labels = display.labels_of(len(self.shift), names or self.names)
+        labels = display.labels_of(len(self.shift), names, self.names)
         return display.conflicts(self.shift, self.conflict, self.flagged, LEVEL, labels)
 
     def to_frame(self) -> Any:
@@ -221,7 +221,7 @@ class SiloTable:
         return optional("pandas").DataFrame(columns, index=index).rename_axis("silo")
 
     def __str__(self) -> str:
-        who = self.names or tuple(map(str, range(len(self.shift))))
+        who = names_or_numbers(self.names, len(self.shift))
         width = max(6, *map(len, who))
         lines = [f"{'silo':>{width}} {'shift':>8} {'conflict':>9}"]
         for j, (shift, p) in enumerate(zip(self.shift, self.conflict, strict=True)):

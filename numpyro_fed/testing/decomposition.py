@@ -23,7 +23,7 @@ from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.data.padding import Bucket, stacked
 from numpyro_fed.data.silo_data import SiloData, read
-from numpyro_fed.text.handlers import joint, leave_out_missing, local_name
+from numpyro_fed.text.handlers import joint, local_name, with_missing
 from numpyro_fed.text.layout import layout_and_buckets, plate_follows_arrays
 from numpyro_fed.text.row_checks import (
     ROWS_AT_ONCE,
@@ -139,8 +139,7 @@ class _Check:
         self.theta = fm.init_theta(key)
         self.init_private = jax.jit(fm.init_private)
         self.private = [self.init_private(key, d) for d in data]
-        missing = data[0].missing
-        self.model = leave_out_missing(model, missing) if missing else model
+        self.model = with_missing(model, data[0].missing)
         self.dtype = jnp.zeros(()).dtype
         # The unconstrained shape of each latent, by its name in the joint model: in what the
         # algorithms use, and in NumPyro's own.

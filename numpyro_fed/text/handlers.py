@@ -184,7 +184,7 @@ def joint(model: Callable[..., Any], silos: SilosInput) -> Callable[[], None]:
             if isinstance(leaf, np.ndarray | Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
             if not isinstance(leaf, jax.core.Tracer) and np.isnan(leaf).any()
         }
-        text = leave_out_missing(text, sorted(missing)) if missing else text
+        text = with_missing(text, sorted(missing))
         # Each global site is emitted once: at later silos it has the same value and no message.
         known = handlers.block(
             hide_fn=lambda msg: silo_plate_of(msg) is None and msg.get("name") in values
@@ -327,6 +327,54 @@ class _Generalised(Distribution):
         return -loss
 
 
+def with_missing(text: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """Return a text in which what is missing adds nothing: NaN in the arguments ``names``."""
+    text = imputed(text)
+    return leave_out_missing(text, names) if names else text
+
+
+class imputed(Messenger):
+    """Give a prior to what NumPyro's ``obs_mask`` adds at rows that are observed.
+
+    ``numpyro.sample("x", fn, obs=x, obs_mask=seen)`` is a latent ``x_unobserved`` at all rows,
+    whose density counts where ``seen`` is False alone. Elsewhere nothing reads it, and without a
+    prior it would be improper. With its own one it integrates to one: the posterior is the same.
+    """
+
+    def __init__(self, fn: Callable[..., Any]):
+        self._observed = set[str]()
+        super().__init__(fn)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        self._observed = set()
+        return super().__call__(*args, **kwargs)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] != "sample":
+            return
+        name = msg["name"]
+        if msg["is_observed"]:
+            self._observed.add(name)
+        elif (
+            name.endswith(UNOBSERVED) and name.removesuffix(UNOBSERVED) + OBSERVED in self._observed
+        ):
+            msg["fn"] = _unmasked(msg["fn"])
+
+
+OBSERVED, UNOBSERVED = "_observed", "_unobserved"  # NumPyro's two sites of one with obs_mask
+
+
+def _unmasked(fn: Distribution) -> Distribution:
+    """Return a distribution without the masks around it."""
+    if isinstance(fn, dist.ExpandedDistribution):
+        return _unmasked(fn.base_dist).expand(fn.batch_shape)
+    if isinstance(fn, dist.Independent):
+        return _unmasked(fn.base_dist).to_event(fn.reinterpreted_batch_ndims)
+    if isinstance(fn, dist.MaskedDistribution):
+        return _unmasked(fn.base_dist).expand(fn.batch_shape)
+    return fn
+
+
 class leave_out_missing(Messenger):
     """Leave out of the density what is missing in the arguments ``names`` of a model.
 
@@ -336,13 +384,11 @@ class leave_out_missing(Messenger):
         with numpyro.handlers.mask(mask=~jnp.isnan(y)):
             numpyro.sample("y", ..., obs=jnp.where(jnp.isnan(y), 0, y))
 
-    Only NaN of the data counts: one that the text computes (the log of a negative) is an error. If
-    ``blind``, observed sites get zeros in the place of these arguments: what still depends on them
-    then reads them for something else than an outcome.
+    Only NaN of the data counts: one that the text computes (the log of a negative) is an error.
     """
 
-    def __init__(self, fn: Callable[..., Any], names: Sequence[str], *, blind: bool = False):
-        self.names, self.blind = tuple(names), blind
+    def __init__(self, fn: Callable[..., Any], names: Sequence[str]):
+        self.names = tuple(names)
         self._outcomes: list[Any] = []
         super().__init__(fn)
 
@@ -361,17 +407,16 @@ class leave_out_missing(Messenger):
         # By identity: a value that is computed of the argument may have NaN of its own.
         if not any(msg["value"] is outcome for outcome in self._outcomes):
             return
-        value, blind = jnp.asarray(msg["value"]), self.blind
-        if value.dtype.kind != "f" and not blind:
+        value = jnp.asarray(msg["value"])
+        if value.dtype.kind != "f":
             return
-        seen = jnp.ones(value.shape, bool) if blind else ~jnp.isnan(value)
-        value = jnp.where(seen, jnp.zeros(value.shape, value.dtype) if blind else value, 0.0)
+        seen = ~jnp.isnan(value)
+        value = jnp.where(seen, value, 0.0)
         # Whole numbers were floats beside NaN only; categories are indices.
         is_whole = getattr(msg["fn"].support, "is_discrete", False)
         msg["value"] = value.astype(jnp.result_type(int)) if is_whole else value
-        if not blind:
-            msg["fn"] = _masked(msg["fn"], seen, msg["name"])
-            msg["missing"] = ~seen  # for whoever reads the values off the trace
+        msg["fn"] = _masked(msg["fn"], seen, msg["name"])
+        msg["missing"] = ~seen  # for whoever reads the values off the trace
 
 
 def _masked(fn: Distribution, seen: Array, site: str) -> Distribution:

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.basics.errors import DataError, ModelError, ModelWarning
+from numpyro_fed.basics.errors import ModelError, ModelWarning
 from numpyro_fed.data.padding import arrays_with_rows
 from numpyro_fed.data.silo_data import SiloData, Sizes
-from numpyro_fed.text.handlers import leave_out_missing, localised, rounded
+from numpyro_fed.text.handlers import localised, rounded, with_missing
 from numpyro_fed.text.jaxprs import same_but_for_sizes
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.missing import check_missing
 from numpyro_fed.text.site_table import Structure
 from numpyro_fed.text.traces import ARRAY, DENSITY, THE_KEY, VALUE, Trace, Traces
 
@@ -54,7 +55,7 @@ def split_with_rows(
     It is the model that :func:`split` returns.
     """
     missing = tuple(sorted({name for silo in silos for name in silo.missing}))
-    traces = Traces(leave_out_missing(model, missing) if missing else model)
+    traces = Traces(with_missing(model, missing))
     traces_of_silos = [traces.at(silo, f"silo {j}") for j, silo in enumerate(silos)]
     for j, other in enumerate(traces_of_silos):
         check_same_sites(traces_of_silos[0].structure, other.structure, j)
@@ -82,7 +83,7 @@ def split_with_rows(
     fm = FederatedModel(traces, silo, outer, smooth)
     check_sources(trace)
     if missing:
-        check_missing(model, missing, silos, traces_of_silos)
+        check_missing(missing, silos, traces_of_silos)
     check_observed(trace.structure, silo)
     sizes = tuple(one.structure.sizes for one in traces_of_silos)
     plate_of_array = arrays_with_rows(silos, sizes)
@@ -173,40 +174,6 @@ def check_sources(trace: Trace) -> None:
                 f"the global site '{name}' depends on latents of silo_plate '{min(plates)}', which "
                 f"never leave their silo. Put '{name}' inside a silo_plate."
             )
-
-
-def check_missing(
-    text: Callable[..., Any],
-    missing: tuple[str, ...],
-    silos: Sequence[SiloData],
-    traces_of_silos: Sequence[Trace],
-) -> None:
-    """Refuse NaN in arguments that are read for something else than an outcome."""
-    blind = Traces(leave_out_missing(text, missing, blind=True))
-    for name in missing:
-        having = [(j, s.arrays[name]) for j, s in enumerate(silos) if name in s.arrays]
-        first, _ = having[0]
-        if sites := sorted(blind.at(silos[first]).readers(name)):
-            j, array = next((p for p in having if np.isnan(p[1]).any()), having[0])
-            raise DataError(
-                f"silo {j}, '{name}': {int(np.isnan(array).sum())} of {array.size} values are "
-                f"missing (NaN), and the site '{sites[0]}' reads '{name}'. Only outcomes may be "
-                "missing: arguments that the text passes to obs= as they are, and reads nowhere "
-                "else. Of a covariate leave out the rows, fill in a number that you can defend, or "
-                "make what is missing a latent of its row. Of an outcome that the text computes "
-                "(obs=jnp.log(y)) compute it before the run, or put any finite number in the place "
-                "of NaN and `with numpyro.handlers.mask(mask=seen):` around the site, with a "
-                "boolean array seen in the data."
-            )
-        supports = traces_of_silos[first].supports.items()
-        if not {site for site, one in supports if one.whole} & traces_of_silos[first].readers(name):
-            continue
-        for j, array in having:
-            if (odd := array[~np.isnan(array) & (array % 1 != 0)]).size:
-                raise DataError(
-                    f"silo {j}, '{name}': the outcome takes whole numbers, got {odd[0]:g}. Mend "
-                    "it, or pass NaN where it is missing."
-                )
 
 
 def check_observed(structure: Structure, silo: SiloData) -> None:

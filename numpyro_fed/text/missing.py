@@ -1,0 +1,181 @@
+"""What a text makes of missing values (NaN) in its arguments: found in its traced program.
+
+An outcome may be missing, and whatever the text itself asks about by ``jnp.isnan``. So NaN must not
+reach a density or a value: wherever it could, a ``where`` must stand before that takes another
+value where ``isnan`` holds, as ``jnp.nan_to_num`` does. This is found by following the arguments
+through the program. A comparison, say ``x > 3``, is no such question: it reads NaN as a no.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Literal
+
+from numpyro_fed.basics.errors import DataError
+from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.text.jaxprs import CALLS, ELEMENTWISE, called_program, type_of
+from numpyro_fed.text.traces import ARRAY, DENSITY, OBSERVED, VALUE, Trace
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn
+
+
+class Place(NamedTuple):
+    """An argument, and the axis of it that each axis of a value follows.
+
+    An axis of one entry follows none. ``axes`` is None where elements have been mixed or moved.
+    """
+
+    name: str
+    axes: tuple[int | None, ...] | None
+
+
+Places = frozenset[Place]
+NOWHERE: Places = frozenset()
+
+
+class Holds(NamedTuple):
+    """What is known of an array of the program.
+
+    ``nan``: Arguments whose NaN may be in it.
+    ``itself``: The argument that it is, element by element, in some shape.
+    ``yes_seen, no_seen``: Of booleans, arguments that are no NaN where it is True, or False.
+    """
+
+    nan: Places = NOWHERE
+    itself: Places = NOWHERE
+    yes_seen: Places = NOWHERE
+    no_seen: Places = NOWHERE
+
+    def shaped(self, axes: Sequence[int | None] | None) -> Holds:
+        """Return the same in another shape, whose axes are these axes of it; None if unknown."""
+        return Holds(*(_moved(places, axes) for places in self))
+
+
+def _moved(places: Iterable[Place], axes: Sequence[int | None] | None) -> Places:
+    if axes is None:
+        return frozenset(Place(p.name, None) for p in places)
+    return frozenset(
+        Place(p.name, p.axes and tuple(None if i is None else p.axes[i] for i in axes))
+        if p.axes != ()
+        else Place(p.name, (None,) * len(axes))
+        for p in places
+    )
+
+
+def nan_reaches(jaxpr: Jaxpr, inputs: Sequence[Holds]) -> list[Holds]:
+    """Return what the outputs of a program hold, given what its inputs do."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    for eqn in jaxpr.eqns:
+        given = [Holds() if isinstance(v, Literal) else known.get(v, Holds()) for v in eqn.invars]
+        known |= zip(eqn.outvars, _of_operation(eqn, given), strict=True)
+    return [Holds() if isinstance(v, Literal) else known.get(v, Holds()) for v in jaxpr.outvars]
+
+
+def _of_operation(eqn: JaxprEqn, given: Sequence[Holds]) -> list[Holds]:
+    name = eqn.primitive.name
+    if name in CALLS and (program := called_program(eqn)) is not None:
+        return nan_reaches(program.jaxpr, given)
+    shapes = [type_of(v).shape for v in eqn.invars]
+    if name in ("broadcast_in_dim", "reshape", "squeeze", "transpose", "expand_dims", "copy"):
+        return [given[0].shaped(_axes(eqn, shapes[0]))]
+    if name == "convert_element_type":
+        return [given[0]]
+    rank = len(type_of(eqn.outvars[0]).shape)
+    if name not in ELEMENTWISE or any(s and len(s) != rank for s in shapes):
+        # Whatever else it computes, elements of several places may be in it.
+        return [Holds(Holds(_all_nan(given)).shaped(None).nan)] * len(eqn.outvars)
+    # Numbers among the operands are read at each element.
+    given = [g.shaped([None] * rank) if not s else g for g, s in zip(given, shapes, strict=True)]
+    if name in ("ne", "eq") and len({id(v) for v in eqn.invars}) == 1:
+        seen = given[0].itself
+        return [Holds(no_seen=seen) if name == "ne" else Holds(yes_seen=seen)]
+    nan, (first, *others) = _all_nan(given), given
+    if name == "not":
+        return [Holds(nan, yes_seen=first.no_seen, no_seen=first.yes_seen)]
+    if name == "xor" and isinstance(eqn.invars[1], Literal) and np.all(eqn.invars[1].val):
+        return [Holds(nan, yes_seen=first.no_seen, no_seen=first.yes_seen)]
+    if name == "and" and others:
+        return [Holds(nan, yes_seen=first.yes_seen | others[0].yes_seen)]
+    if name == "or" and others:
+        return [Holds(nan, no_seen=first.no_seen | others[0].no_seen)]
+    if name == "select_n" and len(others) == 2:
+        no, yes = others[0].nan - first.no_seen, others[1].nan - first.yes_seen
+        return [Holds(first.nan | no | yes)]
+    return [Holds(nan)]
+
+
+def _all_nan(given: Iterable[Holds]) -> Places:
+    return NOWHERE.union(*(g.nan for g in given))
+
+
+def _axes(eqn: JaxprEqn, shape: Sequence[int]) -> list[int | None] | None:
+    """Return the axis of the operand that each axis of the result follows; None if unknown."""
+    name, result = eqn.primitive.name, type_of(eqn.outvars[0]).shape
+    if name == "transpose":
+        return list(eqn.params["permutation"])
+    if name == "broadcast_in_dim":
+        to = {axis: i for i, axis in enumerate(eqn.params["broadcast_dimensions"])}
+        return [
+            i if (i := to.get(j)) is not None and shape[i] > 1 else None for j in range(len(result))
+        ]
+    # Axes of one entry come and go; the others stay in their order, or are mixed.
+    wide = [i for i, size in enumerate(shape) if size > 1]
+    if [shape[i] for i in wide] != [size for size in result if size > 1]:
+        return None
+    along = iter(wide)
+    return [next(along) if size > 1 else None for size in result]
+
+
+def check_missing(
+    missing: Sequence[str], silos: Sequence[SiloData], traces_of_silos: Sequence[Trace]
+) -> None:
+    """Refuse NaN in arguments that the text reads without asking where they are missing."""
+    for name in missing:
+        having = [(j, s.arrays[name]) for j, s in enumerate(silos) if name in s.arrays]
+        first, _ = having[0]
+        trace = traces_of_silos[first]
+        if sites := sorted(_readers(trace, name)):
+            j, array = next((p for p in having if np.isnan(p[1]).any()), having[0])
+            raise DataError(
+                f"silo {j}, '{name}': {int(np.isnan(array).sum())} of {array.size} values are "
+                f"missing (NaN), and the site '{sites[0]}' reads '{name}'. Only outcomes may be "
+                "missing: arguments that the text passes to obs= as they are, and reads nowhere "
+                f"else. Of a covariate give it a distribution, numpyro.sample('{name}', ..., "
+                f"obs={name}, obs_mask=~jnp.isnan({name})), and read the value that this returns; "
+                "or leave out the rows, or fill in a number that you can defend. Of an outcome "
+                "that the text computes (obs=jnp.log(y)) compute it before the run, or put any "
+                "finite number in the place of NaN and `with numpyro.handlers.mask(mask=seen):` "
+                "around the site, with a boolean array seen in the data."
+            )
+        whole = [site for site, one in trace.supports.items() if one.whole]
+        if not any(name in trace.reads((OBSERVED, site), ARRAY) for site in whole):
+            continue
+        for j, array in having:
+            if (odd := array[~np.isnan(array) & (array % 1 != 0)]).size:
+                raise DataError(
+                    f"silo {j}, '{name}': the outcome takes whole numbers, got {odd[0]:g}. Mend "
+                    "it, or pass NaN where it is missing."
+                )
+
+
+def _readers(trace: Trace, name: str) -> set[str]:
+    """Return the sites whose densities or values NaN of an argument may reach."""
+    wanted = [output for output in trace.trees if output[0] in (DENSITY, VALUE)]
+    program, inputs = trace.part(wanted)
+    held: list[Any] = []
+    for one in inputs:
+        whole = one.kind == ARRAY and one.name == name
+        axes = tuple(i if size > 1 else None for i, size in enumerate(one.shape.shape))
+        places = frozenset({Place(name, axes)}) if whole else NOWHERE
+        held.append(Holds(places, places))
+    kept = [output for output in trace.outputs if output in set(wanted)]
+    found = nan_reaches(program.jaxpr, held)
+    return {
+        trace.owners.get(site, site)
+        for (_, site), holds in zip(kept, found, strict=True)
+        if holds.nan
+    }
