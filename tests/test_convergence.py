@@ -54,6 +54,8 @@ def test_windows_have_the_means_and_errors_of_their_own_rounds():
         read = path[ended + stride - 1 : n : stride]
         np.testing.assert_allclose(course.params, read.mean(0), rtol=1e-5)
         assert course.path[1] == course.travel[1] == 0  # it has not moved
+        # From the second window on there is one before to have travelled from.
+        assert (course.travel[0] != 0) == (n > window)
 
 
 def test_shaking_is_rest():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from numpyro_fed.weigh.element_errors import ElementErrors, moments, tail_shape
+from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, moments, tail_shape
 from numpyro_fed.weigh.weights import Weights, replace_weightless, smooth_tail
 
 BOUND = 0.03
@@ -238,3 +238,11 @@ def test_moments_and_their_distance_to_the_fit_are_those_computed_by_hand():
 def test_draws_without_weight_are_replaced_by_the_heaviest():
     z, w = np.array([[1.0, 2.0], [np.inf, np.nan], [3.0, 4.0]]), np.array([0.2, 0.0, 0.8])
     assert replace_weightless(z, w).tolist() == [[1.0, 2.0], [3.0, 4.0], [3.0, 4.0]]
+
+
+def test_rounding_is_that_of_the_largest_log_weight_that_counts():
+    weights, log_weights = np.array([0.6, 0.4, 0.0]), np.array([-1e4, 3.0, -1e9])
+    z, mean, sd = np.zeros((3, 1), np.float32), np.zeros(1), np.ones(1)
+    found = Rounding.of(z, weights, log_weights, mean, sd)
+    np.testing.assert_allclose(found.nats, 1e4 * np.finfo(np.float32).eps)
+    assert np.isinf(found.sd).all()  # of two draws, which tell none

@@ -711,3 +711,15 @@ def test_whether_latents_of_rows_can_be_drawn_depends_on_their_own_prior(of_rows
     found = split(model, read([{"y": np.zeros(3)}]))
     assert found.draws_local != of_rows
     assert found.not_drawable == {"b" if of_rows else "mu"}
+
+
+def test_a_silos_parameter_may_begin_at_a_number_of_its_data():
+    def text(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with silo_plate("row", y.shape[0]):
+            level = numpyro.param("level", lambda key: y.mean())
+            numpyro.sample("y", dist.Normal(mu + level, 1), obs=y)
+
+    silos = read([dict(y=np.array([1.0, 3.0]))])
+    fm = split(text, silos)
+    np.testing.assert_allclose(fm.init_private(jax.random.key(0), silos[0])["level"], 2.0)

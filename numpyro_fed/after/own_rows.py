@@ -261,7 +261,8 @@ def outcomes_and_rows(run: Run, silos: Sequence[int]) -> list[dict[str, np.ndarr
     fm = run._fit.model
 
     def at(key: Array, values: Draws, data: SiloData) -> dict[str, Array]:
-        found = outcomes_at(fm, data)
+        all_found = outcomes_at(fm, data).items()
+        found = {name: outcome for name, outcome in all_found if name not in fm.covariates}
         seen = {SEEN + name: outcome.seen for name, outcome in found.items()}
         return {name: outcome.value for name, outcome in found.items()} | seen
 

@@ -36,9 +36,11 @@ from numpyro_fed.basics.programs import (
 )
 from numpyro_fed.data.silo_data import SiloData, Sizes, read_one
 from numpyro_fed.data.tables import as_dict, check_columns, column_names, model_arguments
+from numpyro_fed.text.handlers import without_outcomes
 from numpyro_fed.text.indices import new_data_check
 from numpyro_fed.text.jaxprs import provenance
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.missing import nan_in
 from numpyro_fed.text.plan import Argument, Facts
 from numpyro_fed.text.silo_plate import feasible, unwrapped
 from numpyro_fed.text.site_table import Site
@@ -77,11 +79,11 @@ def predictor(
     fm: FederatedModel, kinds: Collection[str] = OUTCOMES, *, mean: bool = False
 ) -> Programs:
     """Return the compiled functions to predictive draws of sites, by default of outcomes."""
-    named = [s.name for s in fm.sites if s.kind in kinds]
+    named = [s.name for s in fm.sites if s.kind in kinds and s.name not in fm.covariates]
     means = {s.name for s in fm.sites if s.kind == "observed"} if mean else set()
 
     def at(key: Array, values: Draws, data: SiloData) -> dict[str, Array]:
-        text = handlers.substitute(handlers.uncondition(fm.text), data=dict(values))
+        text = handlers.substitute(without_outcomes(fm.text, fm.covariates), data=dict(values))
         with TRACING, handlers.block():
             trace = handlers.trace(handlers.seed(text, key)).get_trace(**data.kwargs)
         return {
@@ -241,7 +243,7 @@ def _read_new(
     data = read_one("new data", new, may_miss=True)
     for name in data.missing:
         array = data.arrays[name]
-        if readers := _readers(fm, data, name):
+        if readers := _readers(fm, data, name, nan=True):
             raise DataError(
                 f"new data, '{name}': {int(np.isnan(array).sum())} of {array.size} values are "
                 f"missing (NaN), and '{readers[0]}' cannot be predicted without them. Leave out "
@@ -281,7 +283,7 @@ def _check_fractions(fm: FederatedModel, data: SiloData, names: Sequence[str]) -
     def at(own: dict[str, Array]) -> Array:
         kwargs = replace(data, arrays={**data.arrays, **own}).kwargs
         with TRACING, handlers.block(), feasible():
-            text = handlers.seed(handlers.uncondition(fm.text), 0)
+            text = handlers.seed(without_outcomes(fm.text, fm.covariates), 0)
             trace = handlers.trace(text).get_trace(**kwargs)
         sampled = [s for s in trace.values() if s["type"] == "sample" and not s["is_observed"]]
         # As those of numbers that a fraction changes a little: an index by it would not change.
@@ -327,17 +329,20 @@ def _like(name: str, array: np.ndarray, fitted: Argument) -> np.ndarray:
     return cast
 
 
-def _readers(fm: FederatedModel, data: SiloData, name: str) -> list[str]:
-    """Return the sites whose predicted values depend on an argument."""
+def _readers(fm: FederatedModel, data: SiloData, name: str, *, nan: bool = False) -> list[str]:
+    """Return the sites whose predicted values depend on an argument, or on its NaN alone."""
 
     def values(own: Array, rest: dict[str, Array], name: str) -> dict[str, Any]:
         kwargs = replace(data, arrays={**rest, name: own}).kwargs
         with TRACING, handlers.block(), feasible():
-            text = handlers.seed(handlers.uncondition(fm.text), 0)
+            text = handlers.seed(without_outcomes(fm.text, fm.covariates), 0)
             trace = handlers.trace(text).get_trace(**kwargs)
         return {s.name: trace[s.name]["value"] for s in fm.sites if s.name in trace}
 
     rest = {k: a for k, a in data.arrays.items() if k != name}
+    if nan:
+        reached = nan_in(partial(values, rest=rest, name=name), data.arrays[name])
+        return [s for s, found in reached.items() if any(jax.tree.leaves(found))]
     labels = provenance(partial(values, name=name), own=data.arrays[name], rest=rest)
     return [s for s, ls in labels.items() if any("own" in x for x in jax.tree.leaves(ls))]
 

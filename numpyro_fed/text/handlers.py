@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -333,6 +333,21 @@ def with_missing(text: Callable[..., Any], names: Sequence[str]) -> Callable[...
     return leave_out_missing(text, names) if names else text
 
 
+OBSERVED, UNOBSERVED = "_observed", "_unobserved"  # NumPyro's two sites of one with obs_mask
+
+
+class without_outcomes(handlers.uncondition):
+    """Let a text draw its outcomes; the observed sites ``kept`` are none, and keep their values."""
+
+    def __init__(self, fn: Callable[..., Any], kept: Collection[str]):
+        self.kept = kept
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg.get("name") not in self.kept:
+            super().process_message(msg)
+
+
 class imputed(Messenger):
     """Give a prior to what NumPyro's ``obs_mask`` adds at rows that are observed.
 
@@ -359,9 +374,6 @@ class imputed(Messenger):
             name.endswith(UNOBSERVED) and name.removesuffix(UNOBSERVED) + OBSERVED in self._observed
         ):
             msg["fn"] = _unmasked(msg["fn"])
-
-
-OBSERVED, UNOBSERVED = "_observed", "_unobserved"  # NumPyro's two sites of one with obs_mask
 
 
 def _unmasked(fn: Distribution) -> Distribution:

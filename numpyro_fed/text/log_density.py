@@ -25,6 +25,7 @@ from numpyro.infer import init_to_sample
 from numpyro_fed.basics.programs import TRACING, compiled_method, jit_once
 from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.numerics.accurate_densities import log_prob, no_more_than_finite
+from numpyro_fed.text.handlers import OBSERVED, UNOBSERVED
 from numpyro_fed.text.jaxprs import Labels, provenance
 from numpyro_fed.text.site_table import Plate, Rows, Site, Structure, Theta, sum_rows, unpack
 from numpyro_fed.text.traces import (
@@ -103,6 +104,20 @@ class FederatedModel:
             if site.kind == "latent" and site.plate is not None:
                 width[site.plate] = max(width[site.plate], site.stop)
         return tuple(Plate(p, dim, p in self.outer) for p, dim in width.items())
+
+    @cached_property
+    def covariates(self) -> frozenset[str]:
+        """Return the observed parts of sites by ``obs_mask`` whose missing values others read."""
+        trace, names = self.traces.at(self.silo), {s.name for s in self.sites}
+        found = set()
+        for name in (n.removesuffix(UNOBSERVED) for n in names if n.endswith(UNOBSERVED)):
+            own = {name, name + OBSERVED, name + UNOBSERVED}
+            others = (s for s in self.sites if s.name not in own and s.kind != "deterministic")
+            if own <= names and any(
+                name + UNOBSERVED in trace.site_reads(s, LATENT) for s in others
+            ):
+                found.add(name + OBSERVED)
+        return frozenset(found)
 
     @cached_property
     def improper(self) -> tuple[str, ...]:

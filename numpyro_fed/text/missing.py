@@ -8,15 +8,17 @@ through the program. A comparison, say ``x > 3``, is no such question: it reads 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
+from jax import Array
 from jax.extend.core import Literal
 
 from numpyro_fed.basics.errors import DataError
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.text.jaxprs import CALLS, ELEMENTWISE, called_program, type_of
+from numpyro_fed.text.jaxprs import CALLS, ELEMENTWISE, as_program, called_program, type_of
 from numpyro_fed.text.traces import ARRAY, DENSITY, OBSERVED, VALUE, Trace
 
 if TYPE_CHECKING:
@@ -162,16 +164,27 @@ def check_missing(
                 )
 
 
+def nan_in(fn: Callable[[Array], Any], array: Array | np.ndarray) -> Any:
+    """Return whether NaN of an array may reach each output of ``fn``: a pytree like its outputs."""
+    closed, out = jax.make_jaxpr(fn, return_shape=True)(array)
+    found = nan_reaches(as_program(closed).jaxpr, [_whole("", np.shape(array))])
+    return jax.tree.unflatten(jax.tree.structure(out), [bool(holds.nan) for holds in found])
+
+
+def _whole(name: str, shape: Sequence[int]) -> Holds:
+    """Return what an argument holds: itself."""
+    place = Place(name, tuple(i if size > 1 else None for i, size in enumerate(shape)))
+    return Holds(frozenset({place}), frozenset({place}))
+
+
 def _readers(trace: Trace, name: str) -> set[str]:
     """Return the sites whose densities or values NaN of an argument may reach."""
     wanted = [output for output in trace.trees if output[0] in (DENSITY, VALUE)]
     program, inputs = trace.part(wanted)
-    held: list[Any] = []
-    for one in inputs:
-        whole = one.kind == ARRAY and one.name == name
-        axes = tuple(i if size > 1 else None for i, size in enumerate(one.shape.shape))
-        places = frozenset({Place(name, axes)}) if whole else NOWHERE
-        held.append(Holds(places, places))
+    held = [
+        _whole(name, one.shape.shape) if (one.kind, one.name) == (ARRAY, name) else Holds()
+        for one in inputs
+    ]
     kept = [output for output in trace.outputs if output in set(wanted)]
     found = nan_reaches(program.jaxpr, held)
     return {

@@ -1,0 +1,135 @@
+"""Covariates that are missing: latents of rows by ``obs_mask``, and NaN that reaches nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import handlers
+
+import numpyro_fed as nf
+from numpyro_fed.basics.errors import DataError
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.text.handlers import with_missing
+from numpyro_fed.text.split import split
+
+pytestmark = pytest.mark.usefixtures("double")
+
+GONE = jnp.array([True, False, False, True])  # of a user, who masks something else
+
+ASKED = {
+    "nan to num": jnp.nan_to_num,
+    "where": lambda x: jnp.where(jnp.isnan(x), 0.0, x),
+    "where not": lambda x: jnp.where(~jnp.isnan(x), x, 0.0),
+    "after": lambda x: jnp.where(jnp.isnan(x), 0.0, jnp.exp(2 * x)),
+    "fewer": lambda x: jnp.where(~jnp.isnan(x) & GONE, x, 0.0),
+    "more": lambda x: jnp.where(jnp.isnan(x) | GONE, 0.0, x),
+    "columns": lambda x: jnp.where(jnp.isnan(x)[:, None], 0.0, x[:, None] * jnp.ones(3)).sum(1),
+    "columns first": lambda x: jnp.where(jnp.isnan(x[:, None]), 0.0, x[:, None]).sum(1),
+    "an indicator": lambda x: jnp.isnan(x) * 1.0 + jnp.nan_to_num(x),
+    "a mean of the others": lambda x: jnp.where(jnp.isnan(x), jnp.nanmean(x), x),
+}
+NOT_ASKED = {
+    "itself": lambda x: x,
+    "a comparison": lambda x: jnp.where(x > 3, 1.0, 0.0),
+    "the wrong way": lambda x: jnp.where(jnp.isnan(x), x, 0.0),
+    "other rows": lambda x: jnp.where(jnp.isnan(x[::-1]), 0.0, x),
+    "a sum": lambda x: jnp.where(jnp.isnan(x), 0.0, x.sum()),
+    "some of them": lambda x: jnp.where(jnp.isnan(x) & GONE, 0.0, x),
+    "something else": lambda x: jnp.where(jnp.isnan(jnp.log(x)), 0.0, x),
+    "a product": lambda x: x * ~jnp.isnan(x),
+}
+
+
+def reading(of_x):
+    def text(x, y):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with nf.silo_plate("row", x.shape[0]):
+            numpyro.sample("y", dist.Normal(b + of_x(x), 1), obs=y)
+
+    return text
+
+
+X = np.array([1.0, np.nan, 2.0, np.nan])
+SILOS = [dict(x=X, y=np.zeros(4))]
+
+
+@pytest.mark.parametrize("how", ASKED)
+def test_a_text_may_ask_where_values_are_missing(how):
+    split(reading(ASKED[how]), read(SILOS))
+
+
+@pytest.mark.parametrize("how", NOT_ASKED)
+def test_nan_that_is_not_asked_for_is_refused(how):
+    with pytest.raises(DataError, match=r"silo 0, 'x': 2 of 4 .* site 'y' reads 'x'.*obs_mask="):
+        split(reading(NOT_ASKED[how]), read(SILOS))
+
+
+def imputing(x, y=None):
+    """A covariate and an outcome, each with an error of sd 1."""
+    m = numpyro.sample("m", dist.Normal(0, 10))
+    with nf.silo_plate("row", x.shape[0]):
+        x = numpyro.sample("x", dist.Normal(m, 1), obs=x, obs_mask=~jnp.isnan(x))
+        numpyro.sample("y", dist.Normal(x, 1), obs=y)
+
+
+def test_what_obs_mask_adds_has_its_prior_at_all_rows():
+    def traced(text):
+        seeded = handlers.seed(text, 0)
+        return handlers.trace(seeded).get_trace(x=X, y=np.zeros(4))
+
+    site = traced(with_missing(imputing, ["x"]))["x_unobserved"]
+    plain = dist.Normal(site["fn"].base_dist.loc, 1)  # expanded by its plate
+    assert site["fn"].batch_shape == (4,)
+    np.testing.assert_allclose(site["fn"].log_prob(site["value"]), plain.log_prob(site["value"]))
+
+    def by_hand(x, y):
+        with nf.silo_plate("row", 4), handlers.mask(mask=GONE):
+            numpyro.sample("b_unobserved", dist.Normal(0, 1))
+
+    kept = traced(with_missing(by_hand, ["x"]))["b_unobserved"]
+    assert (kept["fn"].log_prob(kept["value"]) == 0).tolist() == (~GONE).tolist()
+
+
+def test_the_text_falls_apart_into_silos():
+    silos = [dict(x=X, y=np.ones(4)), dict(x=np.full(2, np.nan), y=np.zeros(2))]
+    nf.check_decomposition(imputing, silos)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["here", "federation"])
+def test_a_missing_covariate_is_a_latent_of_its_row(where):
+    """A row without x tells of m through y alone, with precision 1/2; one silo has no x at all."""
+    rng = np.random.default_rng(1)
+    silos, precision, weighed = [], 1 / 100, 0.0
+    for n in (30, 14, 8):
+        x = rng.normal(3, 1, n)
+        y = rng.normal(x, 1)
+        gone = rng.uniform(size=n) < (1.1 if n == 8 else 0.4)
+        precision += (~gone).sum() + gone.sum() / 2
+        weighed += x[~gone].sum() + y[gone].sum() / 2
+        silos.append(dict(x=np.where(gone, np.nan, x), y=y))
+    held = silos
+    if where == "federation":
+        parties = [nf.Silo(one, names={"model": imputing}) for one in silos]
+        engine = nf.network.InMemory([party.answer for party in parties])
+        held = nf.Federation(engine, names={"model": imputing})
+    fitted = nf.fit(jax.random.key(0), imputing, held, progress_bar=False)
+    assert fitted.trusted
+    m = np.asarray(fitted.sample_posterior(jax.random.key(1), 8_000)["m"])
+    sd = precision**-0.5
+    assert abs(m.mean() - weighed / precision) < 0.06 * sd
+    assert abs(m.std() / sd - 1) < 0.05
+    if where == "federation":
+        return
+    # What was seen stays as it is; what was not lies between the mean and the row's outcome.
+    drawn = np.asarray(fitted.sample_posterior(jax.random.key(2), 4_000, silo=0)["x_unobserved"])
+    x, y = silos[0]["x"], silos[0]["y"]
+    gone = np.isnan(x)
+    expected = (weighed / precision + y[gone]) / 2
+    np.testing.assert_allclose(drawn[:, gone].mean(0), expected, atol=5 / np.sqrt(4_000))
+    new = dict(x=np.array([np.nan, 7.0]))
+    y = np.asarray(fitted.predict(jax.random.key(3), new, n=4_000)["y"])
+    np.testing.assert_allclose(y.mean(0), [weighed / precision, 7.0], atol=0.12)
+    np.testing.assert_allclose(y.std(0), [np.sqrt(2 + sd**2), 1.0], rtol=0.08)
