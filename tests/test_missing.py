@@ -60,6 +60,11 @@ def test_a_text_may_ask_where_values_are_missing(how):
     split(reading(ASKED[how]), read(SILOS))
 
 
+def test_what_obs_mask_adds_is_no_latent_without_a_prior(recwarn):
+    split(imputing, read(SILOS))
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("how", NOT_ASKED)
 def test_nan_that_is_not_asked_for_is_refused(how):
     with pytest.raises(DataError, match=r"silo 0, 'x': 2 of 4 .* site 'y' reads 'x'.*obs_mask="):

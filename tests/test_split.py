@@ -576,16 +576,12 @@ def test_a_subsampled_plate_is_refused():
         make(model)
 
 
-@pytest.mark.parametrize("how", ["handler", "obs_mask"])
-def test_a_masked_latent_is_warned_about(how):
+def test_a_masked_latent_is_warned_about():
     def model(y):
         with silo_plate("row", y.shape[0]):
-            if how == "obs_mask":
-                numpyro.sample("y", dist.Normal(0, 1), obs=y, obs_mask=y > 0)
-            else:
-                with handlers.mask(mask=y > 0):
-                    b = numpyro.sample("y_unobserved", dist.HalfNormal(1))
-                numpyro.sample("y", dist.Normal(b, 1), obs=y)
+            with handlers.mask(mask=y > 0):
+                b = numpyro.sample("y_unobserved", dist.HalfNormal(1))
+            numpyro.sample("y", dist.Normal(b, 1), obs=y)
 
     with pytest.warns(UserWarning, match=r"'y_unobserved' .*only the observed site"):
         make(model)

@@ -19,6 +19,8 @@ WORDS = {
     "remove": "Run the method anew",
     "disagreement": "none of them has a likelihood",
     "prior_sensitivity": "wider prior",
+    "summary": "ArviZ's summary",
+    "to_frame": "to_arviz",
     "plot": "ArviZ",
     "plot_silos": "different columns.*ArviZ",
     "plot_check": "compare with the response",

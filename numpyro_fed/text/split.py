@@ -128,7 +128,7 @@ def warn_of_priors(structure: Structure) -> None:
             if everywhere
             else f"the latent site '{name}' is masked: where the mask is False it has no prior, so "
             "that its posterior is improper and a bound can grow for ever. Mask only the observed "
-            "site (obs_mask adds such a latent; give a mask to numpyro.handlers.mask instead).",
+            "site.",
             category=ModelWarning,
             stacklevel=4,
         )

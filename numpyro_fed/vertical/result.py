@@ -148,6 +148,12 @@ class ColumnsAfterFit(ABC):
         "prior and likelihood are not weighed against each other",
         "Run the method anew with a wider prior, and compare the draws.",
     )
+    summary = _refusal(
+        "there is no table of all parties' latents", "Take to_arviz() and ArviZ's summary."
+    )
+    to_frame = _refusal(
+        "there is no table of all parties' latents", "Take to_arviz(), whose draws have names."
+    )
     plot = _refusal(
         "there is no plot of all parties' latents", "Take to_arviz() and ArviZ's plots."
     )
