@@ -27,6 +27,7 @@ ASKED = {
     "more": lambda x: jnp.where(jnp.isnan(x) | GONE, 0.0, x),
     "columns": lambda x: jnp.where(jnp.isnan(x)[:, None], 0.0, x[:, None] * jnp.ones(3)).sum(1),
     "columns first": lambda x: jnp.where(jnp.isnan(x[:, None]), 0.0, x[:, None]).sum(1),
+    "finite": lambda x: jnp.where(jnp.isfinite(x), x, 0.0),
     "an indicator": lambda x: jnp.isnan(x) * 1.0 + jnp.nan_to_num(x),
     "a mean of the others": lambda x: jnp.where(jnp.isnan(x), jnp.nanmean(x), x),
 }
@@ -38,6 +39,8 @@ NOT_ASKED = {
     "a sum": lambda x: jnp.where(jnp.isnan(x), 0.0, x.sum()),
     "some of them": lambda x: jnp.where(jnp.isnan(x) & GONE, 0.0, x),
     "something else": lambda x: jnp.where(jnp.isnan(jnp.log(x)), 0.0, x),
+    "of a comparison": lambda x: jnp.isnan(jnp.where(x > 3, 1.0, 0.0)) * 1.0,
+    "whole numbers": lambda x: x.astype(int) * 1.0,
     "a product": lambda x: x * ~jnp.isnan(x),
 }
 

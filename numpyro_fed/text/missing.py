@@ -1,4 +1,4 @@
-"""What a text makes of missing values (NaN) in its arguments: found in its traced program.
+"""Missing values (NaN) in the arguments of a text: whether they can reach a density or a value.
 
 An outcome may be missing, and whatever the text itself asks about by ``jnp.isnan``. So NaN must not
 reach a density or a value: wherever it could, a ``where`` must stand before that takes another
@@ -40,7 +40,7 @@ NOWHERE: Places = frozenset()
 
 
 class Holds(NamedTuple):
-    """What is known of an array of the program.
+    """The arguments whose NaN may be in an array of the program, and what the array says of it.
 
     ``nan``: Arguments whose NaN may be in it.
     ``itself``: The argument that it is, element by element, in some shape.
@@ -85,16 +85,20 @@ def _of_operation(eqn: JaxprEqn, given: Sequence[Holds]) -> list[Holds]:
     if name in ("broadcast_in_dim", "reshape", "squeeze", "transpose", "expand_dims", "copy"):
         return [given[0].shaped(_axes(eqn, shapes[0]))]
     if name == "convert_element_type":
-        return [given[0]]
+        # NaN as a whole number is some number, of which nobody can ask any more.
+        stays = np.issubdtype(eqn.params["new_dtype"], np.floating)
+        return [given[0] if stays else given[0]._replace(itself=NOWHERE)]
     rank = len(type_of(eqn.outvars[0]).shape)
     if name not in ELEMENTWISE or any(s and len(s) != rank for s in shapes):
         # Whatever else it computes, elements of several places may be in it.
         return [Holds(Holds(_all_nan(given)).shaped(None).nan)] * len(eqn.outvars)
     # Numbers among the operands are read at each element.
     given = [g.shaped([None] * rank) if not s else g for g, s in zip(given, shapes, strict=True)]
+    if name == "is_finite":
+        return [Holds(given[0].nan - given[0].itself, yes_seen=given[0].itself)]
     if name in ("ne", "eq") and len({id(v) for v in eqn.invars}) == 1:
-        seen = given[0].itself
-        return [Holds(no_seen=seen) if name == "ne" else Holds(yes_seen=seen)]
+        seen, rest = given[0].itself, given[0].nan - given[0].itself
+        return [Holds(rest, no_seen=seen) if name == "ne" else Holds(rest, yes_seen=seen)]
     nan, (first, *others) = _all_nan(given), given
     if name == "not":
         return [Holds(nan, yes_seen=first.no_seen, no_seen=first.yes_seen)]
