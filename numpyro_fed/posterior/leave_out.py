@@ -130,7 +130,7 @@ class LeaveOut:
 
     @property
     def unknown(self) -> tuple[int, ...]:
-        """Return the numbers of silos of which the table knows nothing: few draws carry it."""
+        """Return the numbers of silos whose rows of the table are not known, as few draws say."""
         return tuple(np.flatnonzero(~(self.pareto_k <= MAX_K)).tolist())
 
     def to_frame(self) -> Any:
