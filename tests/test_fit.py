@@ -103,7 +103,7 @@ def test_a_raw_regression_is_right_and_trusted(fitted):
 
 @pytest.mark.slow
 def test_the_verdict_states_the_error_that_is_left(fitted):
-    error = float(re.search(r"sds at most ([\d.e-]+) sd", fitted.verdict).group(1))
+    error = float(re.search(r"quantiles at most ([\d.e-]+) sd", fitted.verdict).group(1))
     np.testing.assert_allclose(error, fitted.corrected.monte_carlo_error, rtol=0.1)
     assert error < 0.1
     assert fitted.verdict.startswith("The posterior of the globals can be trusted")
