@@ -36,6 +36,9 @@ NOT_ASKED = {
     "a comparison": lambda x: jnp.where(x > 3, 1.0, 0.0),
     "the wrong way": lambda x: jnp.where(jnp.isnan(x), x, 0.0),
     "other rows": lambda x: jnp.where(jnp.isnan(x[::-1]), 0.0, x),
+    "another order": lambda x: jnp.where(
+        jnp.isnan(x.reshape(2, 2).T.reshape(4)), 0.0, x.reshape(2, 2).reshape(4)
+    ),
     "a sum": lambda x: jnp.where(jnp.isnan(x), 0.0, x.sum()),
     "some of them": lambda x: jnp.where(jnp.isnan(x) & GONE, 0.0, x),
     "something else": lambda x: jnp.where(jnp.isnan(jnp.log(x)), 0.0, x),

@@ -25,7 +25,7 @@ from jax import Array
 from numpyro_fed.after.arviz import Coords, Dims, Labels, groups_to_arviz
 from numpyro_fed.after.own_rows import WhichSilo, silo_number
 from numpyro_fed.after.questions import Questions
-from numpyro_fed.after.tables import Columns
+from numpyro_fed.after.summary import Columns
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import DataError, ModelError, positive_int
 from numpyro_fed.basics.programs import in_precision_of_object, jit_once, precision

@@ -34,6 +34,12 @@ class Place(NamedTuple):
     name: str
     axes: tuple[int | None, ...] | None
 
+    def along(self, axes: Sequence[int | None]) -> Place:
+        """Return the place of a value whose axes are these axes of the one that is here."""
+        if self.axes is None:
+            return self
+        return Place(self.name, tuple(None if i is None else self.axes[i] for i in axes))
+
 
 Places = frozenset[Place]
 NOWHERE: Places = frozenset()
@@ -54,18 +60,9 @@ class Holds(NamedTuple):
 
     def shaped(self, axes: Sequence[int | None] | None) -> Holds:
         """Return the same in another shape, whose axes are these axes of it; None if unknown."""
-        return Holds(*(_moved(places, axes) for places in self))
-
-
-def _moved(places: Iterable[Place], axes: Sequence[int | None] | None) -> Places:
-    if axes is None:
-        return frozenset(Place(p.name, None) for p in places)
-    return frozenset(
-        Place(p.name, p.axes and tuple(None if i is None else p.axes[i] for i in axes))
-        if p.axes != ()
-        else Place(p.name, (None,) * len(axes))
-        for p in places
-    )
+        if axes is None:  # two arrays of unknown order need not have the same one
+            return Holds(frozenset(Place(place.name, None) for place in self.nan))
+        return Holds(*(frozenset(place.along(axes) for place in places) for places in self))
 
 
 def nan_reaches(jaxpr: Jaxpr, inputs: Sequence[Holds]) -> list[Holds]:
@@ -91,7 +88,7 @@ def _of_operation(eqn: JaxprEqn, given: Sequence[Holds]) -> list[Holds]:
     rank = len(type_of(eqn.outvars[0]).shape)
     if name not in ELEMENTWISE or any(s and len(s) != rank for s in shapes):
         # Whatever else it computes, elements of several places may be in it.
-        return [Holds(Holds(_all_nan(given)).shaped(None).nan)] * len(eqn.outvars)
+        return [Holds(_all_nan(given)).shaped(None)] * len(eqn.outvars)
     # Numbers among the operands are read at each element.
     given = [g.shaped([None] * rank) if not s else g for g, s in zip(given, shapes, strict=True)]
     if name == "is_finite":
