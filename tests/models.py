@@ -241,7 +241,7 @@ def global_on_data(y):
 
 
 def discrete(y):
-    """A mixture, whose part is a latent of the row."""
+    """A count that nobody has seen, whose values have no end."""
     with nf.silo_plate("row", y.shape[0]):
-        k = numpyro.sample("k", dist.Bernoulli(0.5))
+        k = numpyro.sample("k", dist.Poisson(0.5))
         numpyro.sample("y", dist.Normal(1.0 * k, 1), obs=y)

@@ -86,7 +86,7 @@ def subsampled(y):
         (models.observed_outside, "'y' is observed outside", "inside the silo_plate"),
         (models.global_on_local, "'mu' depends on latents of silo_plate 'row'", "Put 'mu' inside"),
         (models.global_on_data, "'mu' depends on data", "Put 'mu' inside a silo_plate"),
-        (models.discrete, "'k' is a discrete latent", "Sum it out"),
+        (models.discrete, "'k' is a discrete latent", "sum it out"),
         (no_bijection, "'odd' has the support", "Reparametrise it"),
         (raises, "raised KeyError at silo 1, which holds {'y': (2,)}", "no such column"),
         (other_sites, "'extra' exists at silo 1 but not at silo 0", "by a mask"),

@@ -331,7 +331,7 @@ def improper(y):
         (support_on_data, "'mu' depends on data"),
         (factor_on_data, "'mu' depends on data"),
         (param_on_data, "'mu' depends on data"),
-        (models.discrete, r"'k' .*Bernoulli.*Sum it out"),
+        (models.discrete, r"'k' .*Poisson.*sum it out"),
         (mutable, "'state' .*Use numpyro.param"),
         (raising, r"raised .* silo 0, .*\{'y': \(3,\)\}"),
         (noisy, r"'y' .*prng_key\(\).*numpyro.sample"),

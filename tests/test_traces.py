@@ -18,7 +18,8 @@ from numpyro_fed.data.silo_data import read
 from numpyro_fed.text.fingerprint import fingerprint
 from numpyro_fed.text.layout import layout_and_buckets
 from numpyro_fed.text.split import split
-from numpyro_fed.text.traces import DENSITY, EDGE, INITIAL, INSIDE, LATENT, Traces
+from numpyro_fed.text.trace import DENSITY, EDGE, INITIAL, INSIDE, LATENT
+from numpyro_fed.text.traces import Traces
 from numpyro_fed.text.values import SupportCheck, as_bucket
 
 RNG = np.random.default_rng(0)

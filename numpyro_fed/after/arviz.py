@@ -116,7 +116,7 @@ def groups_to_arviz(
     # The rows of latents are numbered over all silos, from 0 on: an effect of each hospital has the
     # hospital's number. Axes have the names of plates.
     for s in () if silo is None else posterior.run_behind._fit.model.sites:
-        if s.kind != "latent" or s.plate is None or s.name not in draws:
+        if not s.is_local_latent or s.name not in draws:
             continue
         values, along = named[s.name].values, s.axis or 0
         axis, numbers = axis_name(s.plate), np.arange(values.shape[1 + along])

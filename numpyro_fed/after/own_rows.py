@@ -132,7 +132,7 @@ def silos_at_draws(
     """Return silos at draws of all latents, whose rows stand side by side in ``draws``."""
     fm = run._fit.model
     shared = {s.name: draws[s.name] for s in fm.named("latent")}
-    local = [s for s in fm.sites if s.kind == "latent" and s.plate is not None]
+    local = [s for s in fm.sites if s.is_local_latent]
     # On the host: a slice on the device is a program for each size.
     values = {s.name: np.asarray(draws[s.name]) for s in local}
     first_rows = dict.fromkeys(values, 0)
@@ -186,7 +186,7 @@ def paddings_of(run: Run, programs: Programs, silos: Sequence[SiloAtDraws]) -> d
         axes = {
             s.name: (s.plate, s.axis or 0)
             for s in fm.sites
-            if s.kind == "latent" and s.plate in target
+            if s.is_local_latent and s.plate in target
         }
         paddings = {at.silo: Padding(sizes[at.silo], target, rows, axes) for at in members}
         # The silo with the fewest rows has the most padding.

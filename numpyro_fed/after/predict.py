@@ -52,7 +52,7 @@ SIDE_BY_SIDE = 64
 # Draws x rows up to which one program, compiled quickly, predicts for many numbers of draws.
 FEW_PREDICTED = 1e6
 
-OUTCOMES = "observed", "deterministic"
+OUTCOMES = "observed", "deterministic", "discrete"
 NO_MEAN = (
     "Predict without mean=True; or write what is meant (a probability, a median) as a "
     "numpyro.deterministic in the plate, which predict returns."

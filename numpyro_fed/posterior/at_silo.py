@@ -96,7 +96,7 @@ class AtSilo:
     ) -> dict[str, Array]:
         """Return predictive draws (n, ...), or means, for new data or for the silo's own rows."""
         fm, data = self.built.model, silo.data
-        names = [s.name for s in fm.sites if s.kind == "latent"]
+        names = [s.name for s in fm.sites if s.kind in ("latent", "discrete")]
         if new is not None:
             sizes = fm.sizes(silo.data)
             new = with_blocks(fm, new, silo.number, silo.data)

@@ -356,7 +356,7 @@ class Result(Posterior, FederatedRun):
             self._hosted(j).place(j)  # all are there, before any is drawn
         parts = {j: draw(j) for j in silos}
         for s in fit.model.sites:
-            if s.kind == "latent" and s.plate is not None:
+            if s.is_local_latent:
                 axis = 1 + (s.axis or 0)
                 rows = {j: range(self._silos.sizes_of(j)[s.plate]) for j in parts}
                 real = [np.asarray(parts[j][s.name]).take(rows[j], axis) for j in silos]
@@ -399,7 +399,7 @@ class Result(Posterior, FederatedRun):
         latents = {
             s.name
             for s in self._fit.model.sites
-            if s.kind == "latent" and (s.plate is None or silo is not None)
+            if s.kind in ("latent", "discrete") and (s.plate is None or silo is not None)
         }
         check = new_data_check(self._fit.model.text, silo)
 

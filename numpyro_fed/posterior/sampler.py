@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -120,15 +121,23 @@ class Sampler:
         if not traced:  # NumPy cuts rows without a program for each number of them
             z_L = {plate: np.asarray(values) for plate, values in z_L.items()}
         of_rows = real_rows(z_L, self.model.sizes(data), len(z_G))
-        sites = jax.block_until_ready(self.constrain_locals(own, z_G, of_rows, data))
+        discrete = key if self.model.discrete else None
+        sites = jax.block_until_ready(self.constrain_locals(own, z_G, of_rows, data, discrete))
         return first_draws(sites, n)
 
     @compiled_method()
     def constrain_locals(
-        self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData
+        self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData, key: Array | None
     ) -> dict[str, Array]:
-        """Return a silo's local sites on their supports."""
-        return jax.vmap(self.model.constrain_local, (None, 0, 0, None))(theta, z_G, z_L, data)
+        """Return a silo's local sites on their supports, discrete ones drawn by the key."""
+        keys = None if key is None else draw_keys(key, len(z_G))
+        constrain = self.model.constrain_local
+        return jax.vmap(constrain, (None, 0, 0, None, 0))(theta, z_G, z_L, data, keys)
+
+
+def draw_keys(key: Array, n: int) -> Array:
+    """Return a key for the discrete latents of each of ``n`` draws."""
+    return jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, 3)))(jnp.arange(n))
 
 
 def real_rows(z_L: Rows, size: Sizes, n: int) -> Rows:

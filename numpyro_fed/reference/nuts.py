@@ -24,6 +24,7 @@ from numpyro_fed.data.padding import Bucket, grouped, stacked
 from numpyro_fed.data.silo_data import SiloData, SilosInput, Sizes, read_all, signature
 from numpyro_fed.numerics.gaussian import identity
 from numpyro_fed.posterior.result import Result
+from numpyro_fed.posterior.sampler import draw_keys
 from numpyro_fed.reference.nuts_result import NutsResult, PooledRun, join_chains
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.rounds.states import Shared
@@ -360,7 +361,10 @@ def _local_sites(
     """Return the local sites on their own supports, {``silo_{j}/site``: (draws, ...)}."""
     # Silos of one shape are computed side by side, unpadded: nothing has to be cut off.
     offsets, draws = _offsets(sizes), jax.tree.map(join_chains, draws)
-    constrain = jax.jit(jax.vmap(jax.vmap(fm.constrain_local, (None, 0, 0, None)), (0, None, 0, 0)))
+    # Discrete latents are drawn given all others, one after the other silo by other keys.
+    keys = draw_keys(jax.random.key(0), len(draws["z_G"])) if fm.discrete else None
+    of_draws = jax.vmap(fm.constrain_local, (None, 0, 0, None, 0))
+    constrain = jax.jit(jax.vmap(of_draws, (0, None, 0, 0, None if keys is None else 0)))
     sites: dict[str, np.ndarray] = {}
     for group in grouped(range(len(silos)), lambda j: (signature(silos[j]), *sizes[j].items())):
         z_L: Rows = {
@@ -368,7 +372,10 @@ def _local_sites(
             for p, n in sizes[group[0]].items()
         }
         theta, data = (stacked([x[j] for j in group]) for x in (thetas, silos))
-        values = jax.tree.map(np.asarray, constrain(theta, draws["z_G"], z_L, data))
+        own = keys
+        if keys is not None:
+            own = jax.vmap(lambda j: jax.vmap(lambda k: jax.random.fold_in(k, j))(keys))(np.asarray(group))
+        values = jax.tree.map(np.asarray, constrain(theta, draws["z_G"], z_L, data, own))
         sites |= {local_name(j, k): v[i] for i, j in enumerate(group) for k, v in values.items()}
     return sites
 

@@ -238,6 +238,8 @@ class NutsResult(Posterior):
                 trace = handlers.trace(text).get_trace(**data.kwargs)
             sizes = fm.sizes(data)
             found = {plate: jnp.zeros(sizes[plate]) for plate in plates}
+            if fm.discrete:  # a row's likelihood is the sum over their values
+                return found | fm.outcome_terms(values, trace, data)
             for s in sites:
                 frames = {f.name: f.dim for f in trace[s.name]["cond_indep_stack"]}
                 plate = str(s.plate)
@@ -247,7 +249,7 @@ class NutsResult(Posterior):
 
         programs = run._fit.cached(ROWS, lambda: compiled(at))
         shared: dict[str, Any] = {s.name: samples[s.name] for s in fm.named("latent")}
-        local = [s.name for s in fm.sites if s.kind == "latent" and s.plate is not None]
+        local = [s.name for s in fm.sites if s.is_local_latent]
         at_draws = []
         for j in range(run.num_silos):
             latents = shared | {name: samples[local_name(j, name)] for name in local}
@@ -296,7 +298,7 @@ class NutsResult(Posterior):
         for j in silos:
             run._silos.place(j)
         for s in run._fit.model.sites:
-            if s.kind == "latent" and s.plate is not None:
+            if s.is_local_latent:
                 parts = [samples[local_name(j, s.name)] for j in silos]
                 joined[s.name] = np.concatenate(parts, 1 + (s.axis or 0))
         return joined

@@ -39,7 +39,8 @@ from numpyro_fed.text.jaxprs import (
     type_of,
 )
 from numpyro_fed.text.log_density import FederatedModel
-from numpyro_fed.text.traces import DENSITY, INITIAL, THE_KEY, VALUE, Traces
+from numpyro_fed.text.trace import DENSITY, INITIAL, THE_KEY, VALUE
+from numpyro_fed.text.traces import Traces
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn, Var

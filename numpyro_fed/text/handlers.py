@@ -373,17 +373,17 @@ class imputed(Messenger):
         elif (
             name.endswith(UNOBSERVED) and name.removesuffix(UNOBSERVED) + OBSERVED in self._observed
         ):
-            msg["fn"] = _unmasked(msg["fn"])
+            msg["fn"] = unmasked(msg["fn"])
 
 
-def _unmasked(fn: Distribution) -> Distribution:
+def unmasked(fn: Distribution) -> Distribution:
     """Return a distribution without the masks around it."""
     if isinstance(fn, dist.ExpandedDistribution):
-        return _unmasked(fn.base_dist).expand(fn.batch_shape)
+        return unmasked(fn.base_dist).expand(fn.batch_shape)
     if isinstance(fn, dist.Independent):
-        return _unmasked(fn.base_dist).to_event(fn.reinterpreted_batch_ndims)
+        return unmasked(fn.base_dist).to_event(fn.reinterpreted_batch_ndims)
     if isinstance(fn, dist.MaskedDistribution):
-        return _unmasked(fn.base_dist).expand(fn.batch_shape)
+        return unmasked(fn.base_dist).expand(fn.batch_shape)
     return fn
 
 

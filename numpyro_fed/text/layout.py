@@ -21,7 +21,7 @@ from numpyro_fed.text.jaxprs import NONE, Labels, propagate_labels
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import RowChecks
 from numpyro_fed.text.split import split_with_rows
-from numpyro_fed.text.traces import ARRAY, DENSITY, Trace
+from numpyro_fed.text.trace import ARRAY, DENSITY, Trace
 from numpyro_fed.text.values import SupportCheck
 
 if TYPE_CHECKING:

@@ -28,16 +28,8 @@ from numpyro_fed.numerics.accurate_densities import log_prob, no_more_than_finit
 from numpyro_fed.text.handlers import OBSERVED, UNOBSERVED
 from numpyro_fed.text.jaxprs import Labels, provenance
 from numpyro_fed.text.site_table import Plate, Rows, Site, Structure, Theta, sum_rows, unpack
-from numpyro_fed.text.traces import (
-    DENSITY,
-    INITIAL,
-    LATENT,
-    PARAMETER,
-    VALUE,
-    Trace,
-    Traces,
-    run_text,
-)
+from numpyro_fed.text.trace import DENSITY, INITIAL, LATENT, PARAMETER, VALUE, Trace
+from numpyro_fed.text.traces import Traces, run_text
 
 PRIOR_DRAWS = 512  # at least, of which callers take as many as they ask for
 
@@ -111,10 +103,11 @@ class FederatedModel:
         trace, names = self.traces.at(self.silo), {s.name for s in self.sites}
         found = set()
         for name in (n.removesuffix(UNOBSERVED) for n in names if n.endswith(UNOBSERVED)):
-            own = {name, name + OBSERVED, name + UNOBSERVED}
+            own, latent = {name, name + OBSERVED, name + UNOBSERVED}, name + UNOBSERVED
             others = (s for s in self.sites if s.name not in own and s.kind != "deterministic")
+            summed = trace.summed.get(latent, frozenset())
             if own <= names and any(
-                name + UNOBSERVED in trace.site_reads(s, LATENT) for s in others
+                s.name in summed or latent in trace.site_reads(s, LATENT) for s in others
             ):
                 found.add(name + OBSERVED)
         return frozenset(found)
@@ -135,7 +128,14 @@ class FederatedModel:
     def draws_local(self) -> bool:
         """Return whether local latents can be drawn from their prior given the globals."""
         local = {s.name for s in self.sites if s.kind == "latent" and s.plate is not None}
-        return not local & self.not_drawable
+        # Given the discrete latents that are summed out they have another density.
+        mixed = frozenset[str]().union(*self.traces.at(self.silo).summed.values())
+        return not local & (self.not_drawable | mixed)
+
+    @cached_property
+    def discrete(self) -> tuple[str, ...]:
+        """Return the discrete latents of rows, which are summed out of all densities."""
+        return tuple(s.name for s in self.sites if s.kind == "discrete")
 
     def draw_local(self, key: Array, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
         """Draw the latents of the silo plates that are not in ``z_L``; those in ``z_L`` stay."""
@@ -202,6 +202,26 @@ class FederatedModel:
             total[plate] = total.get(plate, 0.0) + trace.terms[name].rows(density)
         return {plate: data.masked(plate, rows) for plate, rows in total.items()}
 
+    def outcome_terms(
+        self, theta: Theta, trace: Mapping[str, Any], data: SiloData
+    ) -> Rows:
+        """Return the terms of outcomes alone {plate: (rows,)}, discrete latents summed out.
+
+        They are those at the latents of a run of the text, with parameters on their supports.
+        """
+        z, at = packed(self.sites, trace), self.traces.at(data)
+        z_L = self.zero_latents(data) | {str(p): rows for p, rows in z.items() if p is not None}
+        named = (s.name for s in self.sites if s.kind == "param")
+        raw = {n: biject_to(self.structure.supports[n]).inv(theta[n]) for n in named}
+        outcomes = [s for s in self.sites if s.kind in ("observed", "factor") and s.plate]
+        wanted = [(DENSITY, s.name) for s in outcomes]
+        latents = at.unpacked(z.get(None, jnp.zeros(0)), z_L)
+        total: Rows = {}
+        for (_, name), density in at.at(wanted, raw, latents, data.arrays).items():
+            plate = str(at.terms[name].plate)
+            total[plate] = total.get(plate, 0.0) + at.terms[name].rows(density)
+        return total
+
     def terms_at_zero(self, data: SiloData) -> Rows:
         """Return the terms of all rows of a silo, {plate: (rows,)}, at latents of zero."""
         theta, z_L = self.initial_parameters(data), self.zero_latents(data)
@@ -233,12 +253,15 @@ class FederatedModel:
         return self._globally.globals_at(theta, z_G)[1]
 
     def constrain_local(
-        self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData
+        self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData, key: Array | None = None
     ) -> dict[str, Array]:
-        """Return local latents and deterministic sites on their own supports, {site: value}."""
+        """Return local latents and deterministic sites on their own supports, {site: value}.
+
+        ``key`` draws the discrete latents from their posterior given all others.
+        """
         trace = self.traces.at(data)
         wanted, latents = trace.outputs_of(VALUE, local=True), trace.unpacked(z_G, z_L)
-        found = trace.at(wanted, theta, latents, data.arrays)
+        found = trace.at(wanted, theta, latents, data.arrays, draw=key)
         return {name: value for (_, name), value in found.items()}
 
     def constrain_theta(self, theta: Theta) -> Theta:

@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 from numpyro_fed.basics.errors import DataError
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.text.jaxprs import CALLS, ELEMENTWISE, as_program, called_program, type_of
-from numpyro_fed.text.traces import ARRAY, DENSITY, OBSERVED, VALUE, Trace
+from numpyro_fed.text.trace import ARRAY, DENSITY, OBSERVED, VALUE, Trace
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -41,6 +41,10 @@ class Place(NamedTuple):
         return Place(self.name, tuple(None if i is None else self.axes[i] for i in axes))
 
 
+# Operations whose result has the elements of the operand, in some shape.
+SAME_ELEMENTS = frozenset(
+    {"broadcast_in_dim", "copy", "expand_dims", "reshape", "squeeze", "stop_gradient", "transpose"}
+)
 Places = frozenset[Place]
 NOWHERE: Places = frozenset()
 
@@ -79,7 +83,7 @@ def _of_operation(eqn: JaxprEqn, given: Sequence[Holds]) -> list[Holds]:
     if name in CALLS and (program := called_program(eqn)) is not None:
         return nan_reaches(program.jaxpr, given)
     shapes = [type_of(v).shape for v in eqn.invars]
-    if name in ("broadcast_in_dim", "reshape", "squeeze", "transpose", "expand_dims", "copy"):
+    if name in SAME_ELEMENTS:
         return [given[0].shaped(_axes(eqn, shapes[0]))]
     if name == "convert_element_type":
         # NaN as a whole number is some number, of which nobody can ask any more.

@@ -31,7 +31,7 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.text.jaxprs import same_but_for_sizes
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.site_table import Rows
-from numpyro_fed.text.traces import DENSITY, Trace
+from numpyro_fed.text.trace import DENSITY, Trace
 
 # Relative, between two programs of single precision: XLA may order a row's sums differently in
 # each, and a dependence on other rows changes terms by far more.

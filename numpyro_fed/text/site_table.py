@@ -7,7 +7,7 @@ that nothing is computed and no value of the data is read. Errors of a text name
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class Site(NamedTuple):
     """One row of the site table."""
 
     name: str
-    kind: str  # "latent", "observed", "factor", "param" or "deterministic"
+    kind: str  # "latent", "discrete", "observed", "factor", "param" or "deterministic"
     plate: str | None  # the innermost silo plate around the site; None for a global
     shape: tuple[int, ...] = ()  # unconstrained shape; for a local latent the shape of one row
     # which axis of the site's value (and of its unconstrained value) runs over rows
@@ -41,6 +41,11 @@ class Site(NamedTuple):
     stop: int = 0
     support: str = ""  # the support, for people and for fingerprints
     event_dim: int = 0  # how many axes of a latent's value make one event of its distribution
+
+    @property
+    def is_local_latent(self) -> bool:
+        """Return whether it is a latent of rows, a discrete one that is summed out included."""
+        return self.kind in ("latent", "discrete") and self.plate is not None
 
     def whole(self, sizes: Sizes) -> tuple[int, ...]:
         """Return the unconstrained shape of all of a latent, at these sizes of silo plates."""
@@ -82,8 +87,11 @@ class Structure(NamedTuple):
 MANY_POINTS = 50
 
 
-def read_trace(trace: dict[str, Any], split: bool) -> Structure:
-    """Return the structure of a trace; one without a silo plate is refused if ``split``."""
+def read_trace(trace: dict[str, Any], split: bool, summed_out: Collection[str] = ()) -> Structure:
+    """Return the structure of a trace; one without a silo plate is refused if ``split``.
+
+    Discrete latents are refused but for those that are ``summed_out``.
+    """
     sizes: Sizes = {}
     # A plate in the body of a scan has no message of its own in the trace, only frames.
     for site in trace.values():
@@ -109,7 +117,7 @@ def read_trace(trace: dict[str, Any], split: bool) -> Structure:
     for site in trace.values():
         plate = silo_plate_of(site)
         if site["type"] == "sample":
-            entry = _read_sample(site, plate, sizes)
+            entry = _read_sample(site, plate, site["name"] in summed_out)
             if entry.kind == "latent":
                 start = ends.get(plate, 0)
                 ends[plate] = start + math.prod(entry.shape)
@@ -149,19 +157,19 @@ def read_trace(trace: dict[str, Any], split: bool) -> Structure:
     )
 
 
-def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
+def _read_sample(site: dict[str, Any], plate: str | None, is_summed_out: bool) -> Site:
     name, fn = site["name"], site["fn"]
     if site["is_observed"]:
         # numpyro.factor marks its site so.
         kind = "factor" if site["infer"].get("is_auxiliary") else "observed"
         return Site(name, kind, plate)
+    if is_summed_out:
+        shape = tuple(jnp.shape(site["value"]))
+        row_shape, axis = _without_rows(site, shape, plate)
+        return Site(name, "discrete", plate, row_shape, axis, support=_support_name(fn.support))
     if fn.support is None or fn.support.is_discrete:
         base = type(getattr(fn, "base_dist", fn)).__name__
-        raise ModelError(
-            f"site '{name}' is a discrete latent ({base}). Sum it out, for example with a "
-            "numpyro.distributions.Mixture likelihood, or observe it (where obs is None at one "
-            "silo alone, mask its rows by numpyro.handlers.mask, or leave that silo out)."
-        )
+        raise ModelError(f"site '{name}' is a discrete latent ({base}), {_remedy(site, plate)}")
     try:
         shape = unconstrained_shape(site)
     except NotImplementedError as error:
@@ -172,11 +180,42 @@ def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
     if plate is None:
         support = _support_name(fn.support)
         return Site(name, "latent", None, shape, support=support, event_dim=fn.event_dim)
+    row_shape, axis = _without_rows(site, shape, plate)
+    return Site(name, "latent", plate, row_shape, axis, support=_support_name(fn.support))
+
+
+def _without_rows(
+    site: dict[str, Any], shape: tuple[int, ...], plate: str | None
+) -> tuple[tuple[int, ...], int]:
+    """Return the shape of one row of a latent of this shape, and the axis along which rows are."""
     dim = next(f.dim for f in site["cond_indep_stack"] if f.name == plate)
     # A plate's dim counts batch axes from the right; the axes of an event come after them.
-    axis = jnp.ndim(site["value"]) - fn.event_dim + dim
-    row_shape = shape[:axis] + shape[axis + 1 :]
-    return Site(name, "latent", plate, row_shape, axis, support=_support_name(fn.support))
+    axis = jnp.ndim(site["value"]) - site["fn"].event_dim + dim
+    return shape[:axis] + shape[axis + 1 :], axis
+
+
+def _remedy(site: dict[str, Any], plate: str | None) -> str:
+    """Return what to do with a discrete latent that is not summed out."""
+    if plate is None:
+        return (
+            "which all rows share: its values cannot be summed out row by row. Fit one model for "
+            "each of its values and weigh them by their evidence, or observe it (where obs is "
+            "None at one silo alone, mask its rows by numpyro.handlers.mask, or leave that silo "
+            "out)."
+        )
+    if site["infer"].get("_scan_current_index") is not None or site.get("_control_flow_done"):
+        return (
+            "in the body of a scan. Sum it out there: carry the log probability of each state, "
+            "log_p = logsumexp(log_p[:, None] + log_transition, 0) + log_likelihood, and add "
+            "numpyro.factor('chain', logsumexp(log_p)[None]) in the silo_plate."
+        )
+    return (
+        "whose values are not finitely many plain numbers that the text knows. Bernoulli, "
+        "Categorical, DiscreteUniform and Binomial latents in a silo_plate are summed out, if "
+        "their bounds are Python numbers and no data. Bound it so, sum it out by a "
+        "numpyro.distributions.Mixture likelihood, or observe it (where obs is None at one silo "
+        "alone, mask its rows by numpyro.handlers.mask, or leave that silo out)."
+    )
 
 
 def unconstrained_shape(site: dict[str, Any]) -> tuple[int, ...]:

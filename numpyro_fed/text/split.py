@@ -28,7 +28,8 @@ from numpyro_fed.text.jaxprs import same_but_for_sizes
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.missing import check_missing
 from numpyro_fed.text.site_table import Structure
-from numpyro_fed.text.traces import ARRAY, DENSITY, THE_KEY, VALUE, Trace, Traces
+from numpyro_fed.text.trace import ARRAY, DENSITY, THE_KEY, VALUE, Trace
+from numpyro_fed.text.traces import Traces
 
 PADDING_HINT = (
     " Pad the axis that differs (visits, say) to the largest size with any finite numbers, and "

@@ -30,7 +30,7 @@ from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.row_checks import hashed_normals
 from numpyro_fed.text.site_table import Rows, Theta
 from numpyro_fed.text.supports import Observed, SiteSupport
-from numpyro_fed.text.traces import (
+from numpyro_fed.text.trace import (
     ARRAY,
     DENSITY,
     EDGE,
@@ -39,8 +39,8 @@ from numpyro_fed.text.traces import (
     OBSERVED,
     PARAMETER,
     UNGUARDED,
-    Traces,
 )
+from numpyro_fed.text.traces import Traces
 from numpyro_fed.text.vertical import TOTAL, VerticalModel
 
 # Points at which the density on an edge is evaluated: latents and parameters at 0, 0.5 and 1. The

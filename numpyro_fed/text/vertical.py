@@ -32,7 +32,8 @@ from numpyro_fed.text.jaxprs import provenance
 from numpyro_fed.text.log_density import FederatedModel, packed
 from numpyro_fed.text.silo_plate import feasible
 from numpyro_fed.text.site_table import NEEDS_VALUES, Site, Theta, unpack
-from numpyro_fed.text.traces import ARRAY, DENSITY, LATENT, OBSERVED, VALUE, Traces, run_text
+from numpyro_fed.text.trace import ARRAY, DENSITY, LATENT, OBSERVED, VALUE
+from numpyro_fed.text.traces import Traces, run_text
 
 TOTAL = "the sum over clients"  # the argument of the server's text that holds the sum
 PREDICTOR = "_predictor"  # the deterministic site of a client's text that holds its predictor
