@@ -11,6 +11,7 @@ from jax.scipy.special import logsumexp
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.data.silo_data import read
+from numpyro_fed.network import InMemory
 from numpyro_fed.text.split import split
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -202,7 +203,8 @@ def test_draws_are_from_the_posterior_given_all_others():
         lambda key: fm.constrain_local({}, z_G, {"row": jnp.asarray(b)[:, None]}, silo, key)
     )
     found, p = at(keys), float(jax.nn.sigmoid(0.3))
-    assert found["i"].shape == (20_000, ROWS) and np.ptp(found["b"], 0).max() == 0
+    assert found["i"].shape == (20_000, ROWS)
+    assert np.ptp(found["b"], 0).max() == 0
     logs = np.stack(
         [
             [
@@ -279,7 +281,7 @@ def scaled_apart(y):
         (without_end, Y, "'k' is a discrete latent .Poisson.*not finitely many"),
         (too_many, Y, "'k', have 128 joint values.*at most 64"),
         (of_all, Y, "'k' is a discrete latent .Bernoulli.*which all rows share"),
-        (chain, RNG.normal(size=(ROWS, 3)), "'k' is a discrete latent .*in the body of a scan.*log_transition"),
+        (chain, RNG.normal(size=(ROWS, 3)), "'k' is a discrete.*in the body of a scan.*log_tran"),
         (scaled_apart, Y, "'k' and the sites that read it.*scaled by several factors"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
@@ -287,3 +289,106 @@ def scaled_apart(y):
 def test_what_cannot_be_summed_out_is_refused(text, y, says):
     with pytest.raises(ModelError, match=f"(?s){says}"):
         split(text, read([dict(y=y)]))
+
+
+def classes(t, y=None):
+    """Two classes of rows, whose shares depend on a covariate, and effects of rows beside them."""
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    mu = numpyro.sample("mu", dist.Normal(jnp.array([-2.0, 2.0]), 0.4).to_event(1))
+    with nf.silo_plate("row", t.shape[0]):
+        k = numpyro.sample("k", dist.Bernoulli(jax.nn.sigmoid(b * t)))
+        u = numpyro.sample("u", dist.Normal(0, 1))
+        at = numpyro.deterministic("at", mu[k] + u)
+        numpyro.sample("y", dist.Normal(at, 1), obs=y)
+
+
+def rows_of_classes(*sizes):
+    found = []
+    for n in sizes:
+        t = RNG.normal(size=n)
+        k = RNG.uniform(size=n) < 1 / (1 + np.exp(-t))
+        found.append(dict(t=t, y=4 * k - 2 + 2**0.5 * RNG.normal(size=n)))
+    return found
+
+
+def test_a_fit_draws_them_at_its_silos_and_predicts_them_for_new_rows():
+    silos, key = rows_of_classes(30, 20), jax.random.key(0)
+    fitted = nf.fit(key, classes, silos, progress_bar=False)
+    assert fitted.trusted
+    draws = fitted.sample_posterior(key, 400, silo=1)
+    assert draws["k"].shape == (400, 20)
+    assert set(np.unique(draws["k"])) == {0, 1}
+    np.testing.assert_allclose(
+        draws["at"], np.take_along_axis(draws["mu"], draws["k"], 1) + draws["u"], rtol=1e-6
+    )
+    # Given the globals the classes are known in closed form, the rows' effects integrated out.
+    at, spread = draws["mu"][:, :, None], 2.0**0.5
+    logs = dist.Normal(at, spread).log_prob(silos[1]["y"])
+    odds = jax.nn.sigmoid(logs[:, 1] - logs[:, 0] + draws["b"][:, None] * silos[1]["t"])
+    se = np.sqrt(odds.mean(0) * (1 - odds.mean(0)) / 400)
+    assert (abs(draws["k"].mean(0) - odds.mean(0)) < 5 * se + 1e-3).all()
+
+    new = fitted.predict(key, dict(t=np.array([-3.0, 0.0, 3.0])), n=4_000)
+    share = jax.nn.sigmoid(fitted.sample_posterior(key, 4_000)["b"][:, None] * np.array([-3, 0, 3]))
+    assert set(new) == {"k", "at", "y"}
+    assert (abs(new["k"].mean(0) - share.mean(0)) < 0.04).all()
+    own = fitted.predict(key, silo="own rows", n=20)
+    assert [o["k"].shape for o in own] == [(20, 30), (20, 20)]
+
+
+@pytest.mark.slow
+def test_nuts_and_loo_are_of_the_sum_and_silos_elsewhere_draw_the_same():
+    silos, key = rows_of_classes(30, 20), jax.random.key(0)
+    fitted = nf.fit(key, classes, silos, progress_bar=False)
+    nuts = nf.run_nuts(
+        key, classes, silos, num_warmup=500, num_samples=1_500, num_chains=2, progress_bar=False
+    )
+    draws, ours = (
+        nuts.sample_posterior(key, 2_000, silo=1),
+        fitted.sample_posterior(key, 2_000, silo=1),
+    )
+    assert abs(draws["b"].mean() - ours["b"].mean()) < 0.15 * ours["b"].std()
+    assert (abs(draws["k"].mean(0) - ours["k"].mean(0)) < 0.06).all()
+    assert "k" in fitted.to_arviz(silo="all").posterior
+
+    names, policy = {"classes": classes}, nf.Policy(min_rows=1, tell_latents=True)
+    nodes = [nf.Silo(silo, names=names, policy=policy) for silo in silos]
+    apart = nf.Federation(InMemory([node.answer for node in nodes]), names=names)
+    there = nf.fit(key, classes, apart, progress_bar=False)
+    here = fitted.predict(key, silo=1, n=50)
+    for name, value in nodes[1].predict(key, there.draws_for_silo(key, 50, silo=1)).items():
+        np.testing.assert_allclose(value, here[name], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_loo_of_nuts_sums_them_out():
+    silos, key = [dict(y=s["y"]) for s in rows_of_classes(40, 20)], jax.random.key(0)
+
+    def text(y):
+        p = numpyro.sample("p", dist.Beta(2, 2))
+        mu = numpyro.sample("mu", dist.Normal(jnp.array([-2.0, 2.0]), 0.5).to_event(1))
+        with nf.silo_plate("row", y.shape[0]):
+            k = numpyro.sample("k", dist.Bernoulli(p))
+            numpyro.sample("y", dist.Normal(mu[k], 1.5), obs=y)
+
+    fitted = nf.fit(key, text, silos, progress_bar=False).loo()
+    nuts = nf.run_nuts(
+        key, text, silos, num_warmup=500, num_samples=1_000, progress_bar=False
+    ).loo()
+    assert abs(fitted.elpd - nuts.elpd) < 0.5
+
+
+@pytest.mark.slow
+def test_states_that_can_be_switched_are_told():
+    def text(y):
+        p = numpyro.sample("p", dist.Beta(2, 2))
+        mu = numpyro.sample("mu", dist.Normal(0, 3).expand([2]).to_event(1))
+        with nf.silo_plate("row", y.shape[0]):
+            k = numpyro.sample("k", dist.Bernoulli(p))
+            numpyro.sample("y", dist.Normal(mu[k], 1), obs=y)
+
+    silos = [dict(y=RNG.normal(4 * (RNG.uniform(size=n) < 0.3) - 2, 1)) for n in (60, 30)]
+    fitted = nf.fit(jax.random.key(0), text, silos, progress_bar=False)
+    assert "2 modes of the same mass" in str(fitted)
+    mu = fitted.sample_posterior(jax.random.key(1), 4_000)["mu"]
+    assert abs((mu[:, 0] < mu[:, 1]).mean() - 0.5) < 0.05

@@ -358,7 +358,7 @@ class Result(Posterior, FederatedRun):
         for s in fit.model.sites:
             if s.is_local_latent:
                 axis = 1 + (s.axis or 0)
-                rows = {j: range(self._silos.sizes_of(j)[s.plate]) for j in parts}
+                rows = {j: range(self._silos.sizes_of(j)[str(s.plate)]) for j in parts}
                 real = [np.asarray(parts[j][s.name]).take(rows[j], axis) for j in silos]
                 sites[s.name] = jax.device_put(np.concatenate(real, axis))
         return sites

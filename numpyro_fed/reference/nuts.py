@@ -361,10 +361,11 @@ def _local_sites(
     """Return the local sites on their own supports, {``silo_{j}/site``: (draws, ...)}."""
     # Silos of one shape are computed side by side, unpadded: nothing has to be cut off.
     offsets, draws = _offsets(sizes), jax.tree.map(join_chains, draws)
-    # Discrete latents are drawn given all others, one after the other silo by other keys.
-    keys = draw_keys(jax.random.key(0), len(draws["z_G"])) if fm.discrete else None
-    of_draws = jax.vmap(fm.constrain_local, (None, 0, 0, None, 0))
-    constrain = jax.jit(jax.vmap(of_draws, (0, None, 0, 0, None if keys is None else 0)))
+    # Discrete latents are drawn given all others, by keys of each silo.
+    number = len(draws["z_G"]) if fm.discrete else 0
+    keys = [draw_keys(jax.random.key(j), number) for j in range(len(silos) if number else 0)]
+    of_draws = jax.vmap(fm.constrain_local, (None, 0, 0, None, 0 if fm.discrete else None))
+    constrain = jax.jit(jax.vmap(of_draws, (0, None, 0, 0, 0 if fm.discrete else None)))
     sites: dict[str, np.ndarray] = {}
     for group in grouped(range(len(silos)), lambda j: (signature(silos[j]), *sizes[j].items())):
         z_L: Rows = {
@@ -372,9 +373,7 @@ def _local_sites(
             for p, n in sizes[group[0]].items()
         }
         theta, data = (stacked([x[j] for j in group]) for x in (thetas, silos))
-        own = keys
-        if keys is not None:
-            own = jax.vmap(lambda j: jax.vmap(lambda k: jax.random.fold_in(k, j))(keys))(np.asarray(group))
+        own = jnp.stack([keys[j] for j in group]) if fm.discrete else None
         values = jax.tree.map(np.asarray, constrain(theta, draws["z_G"], z_L, data, own))
         sites |= {local_name(j, k): v[i] for i, j in enumerate(group) for k, v in values.items()}
     return sites

@@ -42,6 +42,7 @@ from numpyro_fed.text.log_density import FederatedModel
 # Standard deviations from which on two modes count
 # as two: their normal approximations hardly overlap.
 MODES_APART = 3.0
+SAME_EVIDENCE = 1e-3  # nats within which two modes have the same mass
 # Share of the mass below which a missed mode is not reported. A larger value hides small
 # modes; a smaller one warns of modes that are none, since shares by Laplace's evidence are rough.
 MIN_MASS = 0.02
@@ -152,14 +153,25 @@ class Mode:
 
     @property
     def repeats(self) -> tuple[str, ...]:
-        """Return in words which coordinates have copies of the density."""
+        """Return in words which coordinates have copies of the density, and modes of equal mass."""
+        words, own = list[str](), self.log_evidence
+        equal = [p for p in self.others if own and abs(p.log_evidence - own) < SAME_EVIDENCE]
+        if equal:
+            words.append(
+                f"{1 + len(equal)} modes of the same mass, as where the numbers of states can be "
+                "switched: then the moments of each state's own latents mix states (give the "
+                "states an order, or look at what no number names)"
+            )
         if self.copy is None:
-            return ()
+            return tuple(words)
         names = self.names[len(self.names) - len(self.z_G) :]
-        return tuple(
-            f"of '{name}' one copy, since its density repeats every {period:.4g}"
-            for name, period in zip(names, self.copy.periods, strict=True)
-            if np.isfinite(period)
+        return (
+            *words,
+            *(
+                f"of '{name}' one copy, since its density repeats every {period:.4g}"
+                for name, period in zip(names, self.copy.periods, strict=True)
+                if np.isfinite(period)
+            ),
         )
 
     def missed(self, z_G: np.ndarray, weights: np.ndarray) -> tuple[LocalMode, ...]:

@@ -134,6 +134,12 @@ class _Check:
         # Summaries are checked here, at this check's own points.
         self.layout, self.buckets = layout_and_buckets(model, data, summaries=False)
         fm = self.fm = self.layout.model
+        if fm.discrete:
+            raise ModelError(
+                f"the discrete latent '{fm.discrete[0]}' is summed out, and NumPyro's joint "
+                "density, with which this check compares, is one at its values. Check the text "
+                "with the sum written out, as a numpyro.distributions.MixtureSameFamily."
+            )
         self.sizes = self.layout.sizes
         self.data, self.key, self.rtol = data, key, rtol
         self.theta = fm.init_theta(key)

@@ -115,7 +115,7 @@ def summed_out(
             found |= group.conditionals(at, logs, are_numbers)
             if drawn:
                 of_key = jax.random.fold_in(by_place[DRAW, "", 0], number)
-                values |= group.values_at(jax.random.categorical(of_key, sum(logs), axis=0))
+                values |= group.drawn(of_key, sum(logs, jnp.zeros(())))
         return found | at(drawn, values)
 
     closed, out = jax.make_jaxpr(outputs, return_shape=True)(*(one.shape for one in inputs))
@@ -179,7 +179,7 @@ class Group:
 
     @cached_property
     def joint(self) -> dict[str, np.ndarray]:
-        """Return the joint values (C, ...) of each latent, with axes of size one at the ``dims``."""
+        """Return the joint values (C, ...) of each latent, with axes of one at the ``dims``."""
         own, each = dict[str, tuple[int, ...]](), list[int]()
         for name in self.latents:
             at = self.supports[name]
@@ -200,6 +200,16 @@ class Group:
             values = self.supports[name].values[part]
             found[name] = values.reshape(number, *shape, *values.shape[2:])
         return found
+
+    def drawn(self, key: Array, logs: Array) -> dict[str, Array]:
+        """Return draws of the latents, given the log densities (C, ...) of joint values."""
+        # A key for each row: its draws are the same among more rows, as those of padding.
+        dim = self.trace.terms[self.latents[0]].dim
+        rows = jnp.moveaxis(logs, dim, 0)
+        keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(rows)))
+        index = jax.vmap(partial(jax.random.categorical, axis=0))(keys, rows)
+        # Without the axis of joint values the rows' axis is where it was, from the right.
+        return self.values_at(jnp.moveaxis(index, 0, dim))
 
     def values_at(self, index: Array) -> dict[str, Array]:
         """Return the latents where each element has the joint value of this number."""
@@ -231,7 +241,7 @@ class Group:
         # value that is possible.
         joint = {name: jnp.asarray(values) for name, values in self.joint.items()}
         first = jax.vmap(partial(evaluated, at.fixed))(joint)
-        total = no_more_than_finite(sum(first))
+        total = no_more_than_finite(sum(first, jnp.zeros(())))
         possible = total > -jnp.inf
         likely = self.values_at(jnp.argmax(total, 0))
         safe = {}
@@ -333,7 +343,7 @@ def _dims(
     latents: Sequence[str],
     readers: Sequence[str],
 ) -> tuple[frozenset[int], tuple[int, ...]]:
-    """Return the dims along which each element of the sites reads its own latents, and the shape."""
+    """Return the dims along which each element reads its own latents, and the shape of sums."""
     wanted = [(UNGUARDED, name) for name in (*latents, *readers)]
     program, inputs = trace.part(wanted)
     kept = [name for kind, name in trace.outputs if (kind, name) in wanted]

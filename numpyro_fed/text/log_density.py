@@ -203,7 +203,7 @@ class FederatedModel:
         return {plate: data.masked(plate, rows) for plate, rows in total.items()}
 
     def outcome_terms(
-        self, theta: Theta, trace: Mapping[str, Any], data: SiloData
+        self, theta: Mapping[str, Any], trace: Mapping[str, Any], data: SiloData
     ) -> Rows:
         """Return the terms of outcomes alone {plate: (rows,)}, discrete latents summed out.
 

@@ -231,18 +231,12 @@ def _traced(model: Callable[..., Any], silo: SiloData, owner: str, *, split: boo
         if len(unknown) < len(run.made) or asked != latents:
             # The shapes that the run has found, both unconstrained.
             theta = {name: value for (kind, name), value in out.items() if kind == INITIAL}
-            given = Given(
-                theta,
-                {
-                    s.name: jax.ShapeDtypeStruct(s.whole(structure.sizes), jnp.result_type(float))
-                    for s in structure.sites
-                    if s.kind == "latent"
-                },
-                {
-                    name: jax.ShapeDtypeStruct(support.shape, support.values.dtype)
-                    for name, support in run.discrete.items()
-                },
-            )
+            shape, real = jax.ShapeDtypeStruct, jnp.result_type(float)
+            sites = [s for s in structure.sites if s.kind == "latent"]
+            of_sites: Any = {s.name: shape(s.whole(structure.sizes), real) for s in sites}
+            discrete = run.discrete.items()
+            of_discrete: Any = {n: shape(own.shape, own.values.dtype) for n, own in discrete}
+            given = Given(theta, of_sites, of_discrete)
             closed, out = jax.make_jaxpr(run, return_shape=True)(silo.arrays, key, given)
             program = as_program(closed)
             paths = zip((PARAMETER, LATENT, DISCRETE), given, strict=True)
