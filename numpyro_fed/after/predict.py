@@ -87,7 +87,7 @@ def predictor(
         with TRACING, handlers.block():
             trace = handlers.trace(handlers.seed(text, key)).get_trace(**data.kwargs)
         return {
-            name: _mean_of(trace[name]) if name in means else jnp.asarray(trace[name]["value"])
+            name: mean_of(trace[name]) if name in means else jnp.asarray(trace[name]["value"])
             for name in named
             if name in trace
         }
@@ -95,7 +95,7 @@ def predictor(
     return compiled(at)
 
 
-def _mean_of(site: dict[str, Any]) -> Array:
+def mean_of(site: dict[str, Any]) -> Array:
     """Return the mean of an outcome's distribution, in the shape of the outcome."""
     fn = unwrapped(site["fn"])
     while isinstance(fn, MaskedDistribution):

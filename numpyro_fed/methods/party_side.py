@@ -27,13 +27,23 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.guide import Guide
 from numpyro_fed.methods.method import FederatedMethod, PlanSize
 from numpyro_fed.posterior.at_silo import AtSilo, outer_round
+from numpyro_fed.posterior.averages import average_exchange, calibration_exchange
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.importance import log_likelihood_exchange
 from numpyro_fed.posterior.leave_out import leave_out_exchange, loo_exchange
 from numpyro_fed.posterior.particles import tempering_of
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.rounds.exchange import AnyAlgorithm, ExchangeId, Round
-from numpyro_fed.rounds.names import IMPORTANCE, INFLUENCE, LEAVE_OUT, LOO, OUTER_LATENTS, TEMPERED
+from numpyro_fed.rounds.names import (
+    AVERAGE,
+    CALIBRATION,
+    IMPORTANCE,
+    INFLUENCE,
+    LEAVE_OUT,
+    LOO,
+    OUTER_LATENTS,
+    TEMPERED,
+)
 from numpyro_fed.rounds.runtime import State
 from numpyro_fed.search.expand import flat_size
 from numpyro_fed.search.influence import Influence
@@ -61,6 +71,8 @@ AFTER_RUN: dict[str, Callable[[Built, dict[str, Any]], Round]] = {
     ),
     LEAVE_OUT: lambda built, told: Round((leave_out_exchange(built, told),)),
     LOO: lambda built, told: Round((loo_exchange(built, told),)),
+    AVERAGE: lambda built, told: Round((average_exchange(built, told),)),
+    CALIBRATION: lambda built, told: Round((calibration_exchange(built, told),)),
     TEMPERED: lambda built, told: Round((tempering_of(built, **told).exchange,)),
     OUTER_LATENTS: outer_round,
 }

@@ -22,7 +22,10 @@ LEDGER = "ledger"  # the name under which a silo keeps what has been asked
 ROUNDED = 1 + 1e-5
 # The exchanges that tell the likelihood at each draw of a message, and those that tell it at one
 # place, whatever is in the message. All others count by the places in their message.
-AT_DRAWS = {names.IMPORTANCE, names.LEAVE_OUT, names.LOO, names.OUTER_LATENTS, names.AROUND_MODE}
+AT_DRAWS = {
+    *(names.IMPORTANCE, names.LEAVE_OUT, names.LOO, names.OUTER_LATENTS, names.AROUND_MODE),
+    *(names.AVERAGE, names.CALIBRATION),
+}
 AT_ONE_PLACE = {
     *(names.SFVI_STEP, names.SFVI_AVG_ROUND, names.PVI_ROUND, names.EVALUATION, names.FROM_MODE),
     *(names.ROWS, names.MEANS, names.DEVIATIONS, names.PRIVATE_UNITS, names.PRIVATE_SIZES),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -46,8 +47,8 @@ class Policy:
         least number of rows that have a number, or another number than nearly all rows; for
         ``loo``, of rows with an outcome.
     min_count : int
-        The least number of rows of a level whose name is told (:func:`numpyro_fed.levels`). A
-        question for rarer ones is refused.
+        The least number of rows of a level whose name is told (:func:`numpyro_fed.levels`), of a
+        group in an average, and of a bin in a calibration. A question for rarer ones is refused.
     parameters_per_row : float
         Globals and shared parameters for each row of this silo, at most. The default is that of
         DataSHIELD for generalised linear models (``nfilter.glm``).
@@ -227,6 +228,23 @@ class Policy:
                 "this silo has fewer rows with an outcome, neither missing nor masked, than its "
                 f"policy asks for ({self.min_rows}, min_rows), so that none of them is left out "
                 "(loo). Ask for leave_out(), which tells of the silo as a whole."
+            )
+
+    def check_groups(self, codes: np.ndarray | None, min_count: int | None) -> None:
+        """Raise an error for sums by groups, or by bins, that would be those of a few rows."""
+        if (
+            codes is not None
+            and 0 < min(Counter(codes.tolist()).values(), default=0) < self.min_count
+        ):
+            raise ModelError(
+                "a group of rows by which averages are asked for has fewer rows here than this "
+                f"silo's policy tells of ({self.min_count}, min_count). Join it with another."
+            )
+        if min_count is not None and min_count < self.min_count:
+            raise ModelError(
+                f"bins of {min_count} rows are asked for, where this silo's policy tells of "
+                f"{self.min_count} (min_count). Ask by calibration(..., min_count="
+                f"{self.min_count})."
             )
 
     def check_exchange(self, name: str, stage: str) -> None:

@@ -52,7 +52,7 @@ from numpyro_fed.rounds.messages import (
     refusal,
     write,
 )
-from numpyro_fed.rounds.names import LOO, OUTER_LATENTS
+from numpyro_fed.rounds.names import AVERAGE, CALIBRATION, LOO, OUTER_LATENTS
 from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, SUM, Terms, check_summed
 from numpyro_fed.text.fingerprint import source_hash
 from numpyro_fed.text.plan import describe
@@ -339,6 +339,10 @@ class Silo:
             )
         if question.exchange == LOO:
             self._policy.check_rows_with_outcome(runs.rows_that_count())
+        if question.exchange in (AVERAGE, CALIBRATION):
+            about = _json(question.settings)
+            by = about.get("by")
+            self._policy.check_groups(runs.array(by) if by else None, about.get("min_count"))
         cost = self._ledger.spending_evaluations(question.exchange, evaluations(question, arrays))
         if SUM not in head:
             if agreed.secure_sum:

@@ -191,6 +191,10 @@ class SiloRuns:
         """Return the number of the silo's rows that have an outcome, once a plan is accepted."""
         return self.method.rows_that_count(self._programs.built, self._data)
 
+    def array(self, name: str) -> np.ndarray:
+        """Return an array of the silo's data."""
+        return np.asarray(self._data.arrays[name])
+
     def _known_run(self, run: str) -> RunStates | None:
         """Return the states of a run, in an earlier process too; None if the silo has none."""
         if run not in self._runs and self._store is not None:

@@ -24,13 +24,13 @@ from jax import Array
 
 from numpyro_fed.after.arviz import Coords, Dims, Labels, groups_to_arviz
 from numpyro_fed.after.own_rows import WhichSilo, silo_number
-from numpyro_fed.after.questions import Questions
 from numpyro_fed.after.summary import Columns
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import DataError, ModelError, positive_int
 from numpyro_fed.basics.programs import in_precision_of_object, jit_once, precision
 from numpyro_fed.data.silo_data import names_or_numbers
 from numpyro_fed.guides.guide import GlobalDraws
+from numpyro_fed.posterior.averages import AveragesOverRows
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedRun, SavedWords, save
 from numpyro_fed.posterior.verdict import Doubt, Verdict
@@ -55,7 +55,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Posterior(Questions):
+class Posterior(AveragesOverRows):
     """A posterior of a model whose silos hold rows, with a verdict, and what can be asked of it.
 
     Attributes

@@ -33,5 +33,7 @@ IMPORTANCE = "importance"  # log likelihoods at draws, for an importance correct
 TEMPERED = "tempered"  # log likelihoods and their gradients at particles
 LEAVE_OUT = "leave out"
 LOO = "loo"
+AVERAGE = "average"  # sums of a site over rows at draws
+CALIBRATION = "calibration"  # outcomes, counted by their predicted probability
 INFLUENCE = "influence"  # how far each silo moves the posterior
 OUTER_LATENTS = "outer latents"  # silos tell the latents that rows share

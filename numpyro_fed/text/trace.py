@@ -198,6 +198,17 @@ class Trace:
                 return False
         return not any(s.kind == "param" and s.plate is not None for s in self.structure.sites)
 
+    def axis_of_rows(self, output: Output, plate: str, arrays: Collection[str]) -> int | None:
+        """Return the axis of an output along which each row of a plate reads itself alone.
+
+        It is None where the program does not show it. ``arrays`` hold rows of the plate.
+        """
+        places = {s.name: s.axis or 0 for s in self.structure.sites if s.plate == plate}
+        program, inputs = self.part([output])
+        rows = {ARRAY: dict.fromkeys(arrays, 0), LATENT: places}
+        axes = row_axes(program, [rows.get(one.kind, {}).get(one.name) for one in inputs])
+        return axes[0] if len(axes) == 1 and axes[0] != MIXED else None
+
     @cached_property
     def owners(self) -> dict[str, str]:
         """Return the site to which each density belongs: log-determinants belong to latents."""
