@@ -28,6 +28,7 @@ from numpyro_fed.data.tables import Levels, level_names
 from numpyro_fed.dp_newton.method import DPNewton, PrivateResult
 from numpyro_fed.fitting.fit import find_mode, fit
 from numpyro_fed.fitting.load import Saved, load
+from numpyro_fed.formulas.formula import formula
 from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced, Quadrature
 from numpyro_fed.methods.columns import levels, moments
 from numpyro_fed.network.policy import Policy
@@ -154,6 +155,7 @@ __all__ = [
     "fields",
     "find_mode",
     "fit",
+    "formula",
     "guides",
     "handlers",
     "importance_correct",

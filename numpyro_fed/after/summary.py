@@ -39,10 +39,14 @@ class Columns(NamedTuple):
     ) -> Columns:
         """Return the elements of draws {site: (n, ...)} of the globals, and of some silos."""
         of_silos = {} if silo is None else _silo_axes(run, silo)
+        of_text = {s.name: s.labels for s in run._fit.model.sites}
         names = list[str]()
         for site, value in draws.items():
             shape = np.shape(value)[1:]
             axes = _axes(site, shape, labels)
+            own = of_text.get(site, ())
+            if shape and axes[-1] is None and len(own) == shape[-1]:
+                axes[-1] = list(own)
             if site in of_silos:
                 axis, entries = of_silos[site]
                 if axes[axis] is None and len(entries) == shape[axis]:

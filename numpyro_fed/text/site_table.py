@@ -41,6 +41,7 @@ class Site(NamedTuple):
     stop: int = 0
     support: str = ""  # the support, for people and for fingerprints
     event_dim: int = 0  # how many axes of a latent's value make one event of its distribution
+    labels: tuple[str, ...] = ()  # names of the entries along its last axis, infer={"labels": ...}
 
     @property
     def is_local_latent(self) -> bool:
@@ -179,7 +180,10 @@ def _read_sample(site: dict[str, Any], plate: str | None, is_summed_out: bool) -
         ) from error
     if plate is None:
         support = _support_name(fn.support)
-        return Site(name, "latent", None, shape, support=support, event_dim=fn.event_dim)
+        labels = tuple(map(str, site["infer"].get("labels", ())))
+        return Site(
+            name, "latent", None, shape, support=support, event_dim=fn.event_dim, labels=labels
+        )
     row_shape, axis = _without_rows(site, shape, plate)
     return Site(name, "latent", plate, row_shape, axis, support=_support_name(fn.support))
 

@@ -1,0 +1,99 @@
+"""The distributions of outcomes that a formula can have, as lines of a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from numpyro_fed.basics.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Family:
+    """A distribution of outcomes given the linear predictor ``eta``, in its usual link.
+
+    ``link``: How the mean is computed of ``eta``: the identity, log or logit.
+    ``likelihood``: The distribution, as text.
+    ``mean``: The mean of an outcome, as text; empty if it has none to average.
+    ``parameters``: Further parameters and their priors, as text, in which ``{s}`` stands for the
+        scale of the outcomes.
+    ``needs``: What must stand beside the response.
+    """
+
+    link: Literal["identity", "log", "logit"]
+    likelihood: str
+    mean: str
+    parameters: tuple[tuple[str, str], ...] = ()
+    needs: tuple[str, ...] = ()
+    allows: tuple[str, ...] = ()
+    ordinal: bool = False
+
+
+WEIBULL = "dist.Weibull(jnp.exp(eta - jax.scipy.special.gammaln(1 + 1 / shape)), shape)"
+FAMILIES = {
+    "gaussian": Family(
+        "identity", "dist.Normal(eta, sigma)", "eta", (("sigma", "dist.HalfNormal({s})"),)
+    ),
+    "student": Family(
+        "identity",
+        "dist.StudentT(nu, eta, sigma)",
+        "eta",
+        (("sigma", "dist.HalfNormal({s})"), ("nu", "dist.Gamma(2.0, 0.1)")),
+    ),
+    "bernoulli": Family("logit", "dist.Bernoulli(logits=eta)", "jax.nn.sigmoid(eta)"),
+    "binomial": Family(
+        "logit", "dist.Binomial(trials, logits=eta)", "jax.nn.sigmoid(eta)", needs=("trials",)
+    ),
+    "poisson": Family("log", "dist.Poisson(jnp.exp(eta))", "jnp.exp(eta)"),
+    "negbinomial": Family(
+        "log",
+        "dist.NegativeBinomial2(jnp.exp(eta), shape)",
+        "jnp.exp(eta)",
+        (("shape", "dist.InverseGamma(0.4, 0.3)"),),
+    ),
+    "zero_inflated_poisson": Family(
+        "log",
+        "dist.ZeroInflatedPoisson(zi, jnp.exp(eta))",
+        "(1 - zi) * jnp.exp(eta)",
+        (("zi", "dist.Beta(1.0, 1.0)"),),
+    ),
+    "zero_inflated_negbinomial": Family(
+        "log",
+        "dist.ZeroInflatedNegativeBinomial2(jnp.exp(eta), shape, gate=zi)",
+        "(1 - zi) * jnp.exp(eta)",
+        (("shape", "dist.InverseGamma(0.4, 0.3)"), ("zi", "dist.Beta(1.0, 1.0)")),
+    ),
+    "gamma": Family(
+        "log",
+        "dist.Gamma(shape, shape * jnp.exp(-eta))",
+        "jnp.exp(eta)",
+        (("shape", "dist.HalfNormal(20.0)"),),
+    ),
+    "beta": Family(
+        "logit",
+        "dist.BetaProportion(jax.nn.sigmoid(eta), phi)",
+        "jax.nn.sigmoid(eta)",
+        (("phi", "dist.Gamma(1.0, 0.02)"),),
+    ),
+    "exponential": Family(
+        "log", "dist.Exponential(jnp.exp(-eta))", "jnp.exp(eta)", allows=("cens",)
+    ),
+    "weibull": Family(
+        "log", WEIBULL, "jnp.exp(eta)", (("shape", "dist.LogNormal(0.0, 1.0)"),), allows=("cens",)
+    ),
+    "cumulative": Family("logit", "dist.OrderedLogistic(eta, cutpoints)", "", ordinal=True),
+}
+
+
+def family_of(name: str, additions: dict[str, str]) -> Family:
+    """Return a family by its name; raise an error for another, or for what it lacks."""
+    if name not in FAMILIES:
+        raise ModelError(f"family={name!r}: known are {sorted(FAMILIES)}.")
+    family = FAMILIES[name]
+    for word in family.needs:
+        if word not in additions:
+            raise ModelError(f"family '{name}' needs '{word}' beside the response: y | {word}(n).")
+    for word in ("trials", "cens"):
+        if word in additions and word not in (*family.needs, *family.allows):
+            raise ModelError(f"family '{name}' has no '{word}'.")
+    return family

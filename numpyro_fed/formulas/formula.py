@@ -1,0 +1,339 @@
+"""A formula over silos: what they agree on, the model's text, and the data of a silo for it."""
+
+from __future__ import annotations
+
+import linecache
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from numpyro_fed.basics.errors import DataError, DataWarning, ModelError, optional
+from numpyro_fed.formulas.design import EXTRA, Agreed, Design, columns_read
+from numpyro_fed.formulas.families import Family, family_of
+from numpyro_fed.formulas.grammar import SILO, Grammar, parse
+from numpyro_fed.formulas.text import Text
+from numpyro_fed.methods.columns import levels, moments
+from numpyro_fed.rounds.federation import Federation
+
+
+@dataclass(eq=False)
+class Formula:
+    """A model that is written as a formula; :func:`numpyro_fed.formula` makes one.
+
+    Attributes
+    ----------
+    formula, family : str
+    priors : dict of str to str
+        The priors that the user has given, as text.
+    shared : tuple of str
+        Groups to whose members rows of several silos belong.
+    min_count : int
+        The least number of rows of a level, at some silo, that is told by its name.
+    agreed : Agreed or None
+        What silos have agreed on, from which the text is written.
+    """
+
+    formula: str
+    family: str
+    priors: Mapping[str, str] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
+    min_count: int = 5
+    agreed: Agreed | None = None
+
+    @cached_property
+    def grammar(self) -> Grammar:
+        """Return the parts of the formula."""
+        grammar = parse(self.formula)
+        for name in self.shared:
+            if (name,) not in [group.factors for group in grammar.groups]:
+                raise ModelError(f"shared: '{name}' is no group of {self.formula!r}.")
+        return grammar
+
+    @cached_property
+    def distribution(self) -> Family:
+        """Return the distribution of outcomes."""
+        return family_of(self.family, self.grammar.additions)
+
+    def agree(self, tables: Any, categorical: Sequence[str] | None = None) -> Agreed:
+        """Agree on levels, means and sds with all silos, and return what was agreed.
+
+        Parameters
+        ----------
+        tables : list or dict of DataFrame or dict, or Federation
+            What each silo holds. Over a federation these are two exchanges, ``"levels"`` and
+            ``"moments"``, which need no model; silos make their data by :meth:`silo` at home.
+        categorical : sequence of str, optional
+            The columns that are categories. By default those of strings, categories and booleans;
+            over a federation they must be named.
+
+        Returns
+        -------
+        Agreed
+            Also kept as ``agreed``.
+
+        Raises
+        ------
+        DataError
+            For columns that a table lacks, or that are no numbers.
+        """
+        grammar, ordinal, asked = self.grammar, self.distribution.ordinal, tables
+        read = [*columns_read(grammar), *self.shared]
+        categories = first = 0
+        if isinstance(tables, Federation):
+            if categorical is None or grammar.factors or ordinal:
+                raise ModelError(
+                    "over a federation name the categorical columns, agree(federation, "
+                    "categorical=[...]); C(...) and ordinal outcomes are agreed on tables alone."
+                )
+        else:
+            frames = {f"silo {n}": self._frame(f"silo {n}", table) for n, table in _named(tables)}
+            asked = list(frames.values())
+            for name, frame in frames.items():
+                self._check(name, frame, [*read, grammar.response])
+            if categorical is None:
+                categorical = [c for c in read if c in self.shared or not _is_numeric(asked[0][c])]
+            if ordinal:
+                first, categories = _ordinal([frame[grammar.response] for frame in asked])
+        categorical = [*dict.fromkeys([*categorical, *self.shared])]
+        numeric = [c for c in read if c not in categorical]
+        numeric += [] if ordinal else [grammar.response]
+        of_levels, of_numbers = asked, asked
+        if not isinstance(asked, Federation):
+            of_levels = [frame[categorical].astype(str) for frame in asked]
+            of_numbers = [{c: _floats(frame[c]) for c in numeric} for frame in asked]
+        known = levels(of_levels, categorical, min_count=self.min_count) if categorical else None
+        mean, sd = dict[str, float](), dict[str, float]()
+        if numeric:
+            found = moments(of_numbers, numeric)
+            mean = {c: float(found.mean[c]) for c in numeric}
+            sd = {c: float(found.sd[c]) for c in numeric}
+        self.agreed = Agreed(known, mean, sd, categories, first)
+        for name in ("written", "model"):
+            self.__dict__.pop(name, None)
+        return self.agreed
+
+    def silos(self, tables: Any) -> Any:
+        """Return the data of all silos for the model, after they have agreed.
+
+        Parameters
+        ----------
+        tables : list or dict of DataFrame or dict
+            A table for each silo, by name if silos have names.
+
+        Returns
+        -------
+        list or dict of dict
+            As the tables came, for ``nf.fit``.
+
+        Raises
+        ------
+        DataError
+            For columns that a table lacks, or that are no numbers.
+
+        Warns
+        -----
+        DataWarning
+            For rows that miss a covariate, which are left out. Those that miss the outcome stay.
+        """
+        if self.agreed is None:
+            self.agree(tables)
+        found = {name: self.silo(table, f"silo {name}") for name, table in _named(tables)}
+        return found if isinstance(tables, Mapping) else list(found.values())
+
+    def silo(self, table: Any, name: str = "the silo", *, new: bool = False) -> dict[str, Any]:
+        """Return the data of one silo for the model, or of ``new`` rows, to predict for."""
+        written, response = self.written, self.grammar.response
+        frame = self._frame(name, table)
+        of_groups = [f for group in written.own_groups for f in group.factors if f != SILO]
+        read = [*columns_read(self.grammar), *self.shared, *of_groups]
+        self._check(name, frame, read if new else [*read, response])
+        whole = frame[[*dict.fromkeys(read)]].notna().all(axis=1)
+        if missing := int((~whole).sum()):
+            warnings.warn(
+                f"{name}: {missing} of {len(frame)} rows miss a covariate, and are left out. To "
+                "model what is missing give the column a distribution in the text.",
+                category=DataWarning,
+                stacklevel=3,
+            )
+            frame = frame[whole]
+        known = written.design.agreed.levels
+        coded = frame if known is None else known.encode(frame[[*known]].astype(str), new=new)
+        found: dict[str, Any] = {}
+        for column in written.columns:
+            is_coded = known is not None and column in known
+            found[column] = np.asarray(coded[column]) if is_coded else _floats(frame[column])
+        for columns in written.computed:
+            found[columns.expression] = written.design.evaluated(frame, columns)
+        for group in written.own_groups:
+            own = frame[[f for f in group.factors if f != SILO]].astype(str).agg(":".join, axis=1)
+            members, codes = np.unique(own.to_numpy().astype(str), return_inverse=True)
+            found |= {group.name: codes.astype(np.int32), f"n_{group.name}": len(members)}
+        if not new:
+            y = _floats(frame[response]) - written.design.agreed.first
+            is_code = self.distribution.ordinal and not np.isnan(y).any()
+            found[response] = y.astype(np.int32) if is_code else y
+        return found
+
+    @cached_property
+    def written(self) -> Text:
+        """Return the text line by line."""
+        if self.agreed is None:
+            raise ModelError(
+                "the text depends on the levels and scales that silos agree on: call "
+                "formula.silos(tables) first, or formula.agree(tables)."
+            )
+        known = {*self.agreed.mean, *self.agreed.names}
+        if lacking := [c for c in columns_read(self.grammar) if c not in known]:
+            raise ModelError(f"silos have agreed on nothing about the column '{lacking[0]}'.")
+        design = Design(self.grammar, self.agreed)
+        return Text(self.formula, self.family, self.distribution, design, self.priors, self.shared)
+
+    @property
+    def text(self) -> str:
+        """Return the model's text, which can be printed, copied and changed."""
+        return str(self.written)
+
+    @cached_property
+    def model(self) -> Callable[..., Any]:
+        """Return the model that the text defines."""
+        # Its source is found by whoever asks, as that of a function in a file.
+        text, place = self.text, f"<formula {self.formula}, {self.family}>"
+        linecache.cache[place] = (len(text), None, text.splitlines(keepends=True), place)
+        names: dict[str, Any] = {"__name__": "formula"}
+        exec(compile(text, place, "exec"), names)
+        model: Callable[..., Any] = names["model"]
+        return model
+
+    def _frame(self, name: str, table: Any) -> Any:
+        """Return a table as a DataFrame, with a column of strings for each C(...)."""
+        pandas = optional("pandas", EXTRA)
+        try:
+            frame = pandas.DataFrame(table.to_pandas() if hasattr(table, "to_pandas") else table)
+        except ValueError as error:
+            raise DataError(
+                f"{name}: expected a DataFrame or a dict of columns: {error}"
+            ) from error
+        made = {f"C_{c}": frame[c].astype(str) for c in self.grammar.factors if c in frame}
+        return frame.assign(**made)
+
+    def _check(self, name: str, frame: Any, columns: Sequence[str]) -> None:
+        for column in columns:
+            if column not in frame:
+                raise DataError(f"{name}: the table lacks '{column}'. It has {[*frame]}.")
+            if column == self.grammar.response and not _is_numeric(frame[column], also_bool=True):
+                raise DataError(
+                    f"{name}, '{column}': an outcome is a number, 0 or 1 for no or yes; got "
+                    f"{frame[column].dtype}."
+                )
+
+
+def _named(tables: Any) -> list[tuple[Any, Any]]:
+    return list(tables.items() if isinstance(tables, Mapping) else enumerate(tables))
+
+
+def _is_numeric(column: Any, *, also_bool: bool = False) -> bool:
+    types = optional("pandas", EXTRA).api.types
+    is_bool = types.is_bool_dtype(column.dtype)
+    return bool(types.is_numeric_dtype(column.dtype) and (also_bool or not is_bool))
+
+
+def _floats(column: Any) -> np.ndarray:
+    values: np.ndarray = column.to_numpy(dtype=float, na_value=np.nan)
+    return values
+
+
+def _ordinal(columns: Sequence[Any]) -> tuple[int, int]:
+    """Return the lowest category of an ordinal outcome, 0 or 1, and how many there are."""
+    values = np.concatenate([_floats(column.dropna()) for column in columns])
+    if (values % 1).any() or values.min() < 0:
+        raise DataError("an ordinal outcome has whole numbers, from 0 or from 1 on.")
+    first = int(values.min() > 0)
+    return first, int(values.max()) + 1 - first
+
+
+def formula(
+    formula: str,
+    *,
+    family: str = "gaussian",
+    priors: Mapping[str, str] | None = None,
+    shared: Sequence[str] = (),
+    min_count: int = 5,
+    agreed: Agreed | None = None,
+) -> Formula:
+    r"""Return a model that is written as a formula, in the grammar of lme4 and brms.
+
+    Its text is an ordinary NumPyro model, which can be printed, copied and changed.
+
+    Parameters
+    ----------
+    formula : str
+        ``y ~ age * smoke + (1 + age | silo)``. Group effects ``(terms | group)`` have a normal
+        distribution and are correlated, unless they stand before ``||``; ``a/b`` are groups b
+        within a. The group ``silo`` is the silo itself; the members of others belong to one silo
+        each, unless the group is ``shared``. Terms may have ``log``, ``exp``, ``sqrt``, ``I()``,
+        ``C()``, ``bs``, ``poly``, ``center`` and ``offset()``; ``s(x)`` is a smooth function, a
+        Gaussian process by basis functions. Beside the response stand ``y | trials(n)``,
+        ``y | cens(c)`` (1 where the time is only a lower bound) and ``y | weights(w)``.
+    family : str
+        ``"gaussian"``, ``"student"``, ``"bernoulli"``, ``"binomial"``, ``"poisson"``,
+        ``"negbinomial"``, ``"zero_inflated_poisson"``, ``"zero_inflated_negbinomial"``,
+        ``"gamma"``, ``"beta"``, ``"exponential"``, ``"weibull"`` or ``"cumulative"`` (ordinal), in
+        brms' links.
+    priors : dict of str to str, optional
+        Priors as text, by the name of the site: ``{"b": "dist.Normal(0, 1).expand([2])
+        .to_event(1)", "sd_silo": "dist.HalfNormal(0.5)"}``, and ``"sd"`` for all sds of groups.
+    shared : sequence of str
+        Groups to whose members rows of several silos belong (items of a test, say). Their effects
+        are global latents, and their names are told, as those of levels.
+    min_count : int
+        The least number of rows of a level that is told by its name; rarer ones are ``other``.
+    agreed : Agreed, optional
+        What silos have agreed on before.
+
+    Returns
+    -------
+    Formula
+        ``f.silos(tables)`` are the data of silos for ``nf.fit(key, f.model, ...)``; ``f.text`` is
+        the text.
+
+    Raises
+    ------
+    ModelError
+        For a formula that is not understood, and a family that does not exist.
+    MissingExtraError
+        Without the extra ``formula``.
+
+    Notes
+    -----
+    The default priors are weak on the scale of the data, which silos agree on: coefficients are
+    normal with 2.5 sds of the outcomes (1 beside a link) over the sd of their column, or 2.5 for a
+    level; the intercept is that of a row at the ``centre``; sds of groups are half normal, of 2.5,
+    or of 1 where the group is the silo, since few silos say little. These are rstanarm's, but for
+    the last. The deterministic site ``"mean"`` is the mean of each row's outcome, for ``average``.
+
+    Silos share means and sds of columns, and the names of levels, as :func:`numpyro_fed.moments`
+    and :func:`numpyro_fed.levels` tell them.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, pandas as pd
+    >>> import numpyro_fed as nf
+    >>> rng = np.random.default_rng(0)
+    >>> tables = {}
+    >>> for name, wards in (("Basel", "AB"), ("Bern", "BC"), ("Chur", "AC")):
+    ...     ward, age = rng.choice(list(wards), 40), rng.uniform(20, 80, 40)
+    ...     y = 0.1 * age + 2.0 * (ward == "C") + rng.normal(size=40)
+    ...     tables[name] = pd.DataFrame(dict(ward=ward, age=age, y=y))
+    >>> f = nf.formula("y ~ age + ward")
+    >>> silos = f.silos(tables)
+    >>> fitted = nf.fit(jax.random.key(0), f.model, silos, progress_bar=False)
+    >>> fitted.summary().index.tolist()
+    ['Intercept', 'Intercept_centred', 'b[age]', 'b[ward[B]]', 'b[ward[C]]', 'sigma']
+    """
+    found = Formula(formula, family, priors or {}, tuple(shared), min_count, agreed)
+    _ = found.grammar, found.distribution  # whose errors come here
+    return found

@@ -1,0 +1,134 @@
+"""A formula's parts: response, common terms, effects of groups, smooth terms.
+
+Common terms are read by the library formulae. What it does not know is taken apart here: brms'
+words beside the response (``y | trials(n)``), the bars of group effects with ``||``, and ``s(x)``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from numpyro_fed.basics.errors import ModelError
+
+SILO = "silo"  # the group of a formula that is the silo itself
+ADDITIONS = "trials", "cens", "weights"
+
+
+@dataclass(frozen=True)
+class GroupEffect:
+    """The effects of a group, ``(expression | factors)``; ``correlated`` but for ``||``."""
+
+    expression: str
+    factors: tuple[str, ...]
+    correlated: bool = True
+
+    @property
+    def name(self) -> str:
+        """Return the group's name in the text."""
+        return "_".join(self.factors)
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """A smooth function of a column, ``s(x, k=10)``, with so many basis functions."""
+
+    column: str
+    size: int = 10
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a formula says."""
+
+    response: str
+    common: str
+    additions: dict[str, str] = field(default_factory=dict)
+    groups: tuple[GroupEffect, ...] = ()
+    smooths: tuple[Smooth, ...] = ()
+    factors: tuple[str, ...] = ()  # columns of C(...), whatever their type
+
+
+def parse(formula: str) -> Grammar:
+    """Return the parts of a formula; raise an error for one that has none or other ones."""
+    left, *rest = formula.split("~")
+    if len(rest) != 1 or not left.strip() or not rest[0].strip():
+        raise ModelError(f"{formula!r} is no formula such as 'y ~ x + (1 | silo)'.")
+    response, *words = _at_top(left, "|")
+    additions = dict(_addition(word, formula) for word in _at_top("+".join(words), "+") if word)
+    if not response.isidentifier():
+        raise ModelError(
+            f"the response {response!r} of {formula!r} is no column. Compute it in the table "
+            "before (log_y, say)."
+        )
+    common, groups, smooths = list[str](), list[GroupEffect](), list[Smooth]()
+    for term in _at_top(rest[0], "+"):
+        inner = term[1:-1] if _is_enclosed(term) else ""
+        if "|" in inner:
+            groups += _group_effects(inner)
+        elif found := re.fullmatch(r"s\(\s*(\w+)\s*(?:,\s*k\s*=\s*(\d+)\s*)?\)", term):
+            smooths.append(Smooth(found[1], int(found[2] or 10)))
+        elif re.match(r"(s|t2|te|gp|mo|mi|me)\(", term):
+            raise ModelError(
+                f"the term {term!r} is not known: of smooth terms s(x) and s(x, k=10) are, of one "
+                "column. Others are written in the text: print(formula.text) and change it."
+            )
+        else:
+            common.append(term)
+    as_factor, words_of_common = list[str](), " + ".join(common) or "1"
+    for column in re.findall(r"\bC\(\s*(\w+)\s*\)", words_of_common):
+        as_factor.append(column)
+    words_of_common = re.sub(r"\bC\(\s*(\w+)\s*\)", r"C_\1", words_of_common)
+    factors = tuple(dict.fromkeys(as_factor))
+    return Grammar(response, words_of_common, additions, tuple(groups), tuple(smooths), factors)
+
+
+def _addition(word: str, formula: str) -> tuple[str, str]:
+    found = re.fullmatch(r"(\w+)\(\s*(\w+)\s*\)", word)
+    if found is None or found[1] not in ADDITIONS:
+        raise ModelError(
+            f"{word!r} beside the response of {formula!r} is not known: {list(ADDITIONS)} are, as "
+            "in 'y | trials(n) ~ x'."
+        )
+    return found[1], found[2]
+
+
+def _group_effects(inner: str) -> list[GroupEffect]:
+    """Return the effects of ``expression | group``; of nested groups ``a/b`` those of a and a:b."""
+    bars = "||" if "||" in inner else "|"
+    expression, *groups = _at_top(inner, bars)
+    if len(groups) != 1:
+        raise ModelError(f"the group effect ({inner}) has more than one bar.")
+    nested = [part.strip() for part in groups[0].split("/")]
+    found = []
+    for depth in range(1, len(nested) + 1):
+        factors = tuple(f.strip() for part in nested[:depth] for f in part.split(":"))
+        if bad := [f for f in factors if not f.isidentifier()]:
+            raise ModelError(f"the group {bad[0]!r} of ({inner}) is no column.")
+        found.append(GroupEffect(expression.strip(), factors, bars == "|"))
+    return found
+
+
+def _is_enclosed(term: str) -> bool:
+    """Return whether a term is one pair of parentheses with all in it."""
+    return term.startswith("(") and len(_at_top(term, ")", opening=False)) == 2
+
+
+def _at_top(text: str, mark: str, *, opening: bool = True) -> list[str]:
+    """Return the parts of a text between marks that stand in no parentheses."""
+    parts, depth, start, i = list[str](), 0, 0, 0
+    while i < len(text):
+        depth += (text[i] in "([") - (text[i] in ")]")
+        if text.startswith(mark, i) and depth == 0:
+            parts.append(text[start:i].strip())
+            start = i + len(mark)
+            i = start
+            continue
+        i += 1
+    return [*parts, text[start:].strip()]
+
+
+def names_in(expressions: Sequence[str]) -> set[str]:
+    """Return all words of expressions, among them the columns that they read."""
+    return {word for one in expressions for word in re.findall(r"[A-Za-z_]\w*", one)}

@@ -1,0 +1,268 @@
+"""The text of a formula's model, line by line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.formulas.design import Columns, Design, Terms
+from numpyro_fed.formulas.families import Family
+from numpyro_fed.formulas.grammar import SILO, GroupEffect, Smooth, names_in
+
+WIDE = 2.5  # of priors, in sds of the outcomes, as in rstanarm
+OF_SILOS = 1.0  # the same of the sd of silos' effects: few silos say little of it
+REACH = 6.0  # sds of a column that a smooth function reaches to both sides of the mean
+HEAD = '''"""{formula}, family {family}."""
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+
+import numpyro_fed as nf
+
+
+'''
+# The names in a text that no column may have.
+OWN = {"X", "b", "centre", "dist", "eta", "intercept", "jax", "jnp", "nf", "numpyro", "cutpoints"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text of a formula's model, given what silos have agreed on; ``str`` of it is Python."""
+
+    formula: str
+    family: str
+    distribution: Family
+    design: Design
+    priors: Mapping[str, str]
+    shared: tuple[str, ...]
+
+    @cached_property
+    def own_groups(self) -> list[GroupEffect]:
+        """Return the groups whose members belong to one silo each, once by name."""
+        others = [(SILO,), *((name,) for name in self.shared)]
+        groups = [g for g in self.design.grammar.groups if g.factors not in others]
+        return list({g.name: g for g in groups}.values())
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """Return the columns of the table that are arguments of the text."""
+        grammar = self.design.grammar
+        words = names_in([c.expression for c in self.design.all_columns if not c.computed])
+        words |= {s.column for s in grammar.smooths} | {*grammar.additions.values(), *self.shared}
+        agreed = self.design.agreed
+        return sorted(words & {*agreed.mean, *agreed.names} - {grammar.response})
+
+    @cached_property
+    def computed(self) -> list[Columns]:
+        """Return the arguments that the library computes of a silo's table."""
+        return list({c.expression: c for c in self.design.all_columns if c.computed}.values())
+
+    @property
+    def arguments(self) -> list[str]:
+        """Return the names of all arguments but the outcome."""
+        of_groups = [name for g in self.own_groups for name in (g.name, f"n_{g.name}")]
+        return [*self.columns, *(c.expression for c in self.computed), *of_groups]
+
+    @property
+    def rows(self) -> str:
+        """Return the number of rows, as text."""
+        return f"{next(iter(self.arguments), self.design.grammar.response)}.shape[0]"
+
+    @cached_property
+    def scale(self) -> float:
+        """Return the scale of the linear predictor: the outcomes' sd, or one beside a link."""
+        response = self.design.grammar.response
+        is_link = self.distribution.link != "identity"
+        return 1.0 if is_link else self.design.agreed.sd[response] or 1.0
+
+    def __str__(self) -> str:
+        grammar = self.design.grammar
+        if own := sorted({*self.arguments, grammar.response} & OWN):
+            raise ModelError(f"the text has a name {own[0]!r} of its own: rename that column.")
+        outside, sums = list(self._coefficients()), self._sums_of_coefficients
+        for smooth in grammar.smooths:
+            outside += self._smooth_prior(smooth)
+        for group in grammar.groups:
+            outside += self._group_prior(group, self.design.terms_of(group.expression))
+        outside += [self._sample(name, prior) for name, prior in self._parameters]
+        inside = [line for smooth in grammar.smooths for line in _smooth(smooth, self.design)]
+        inside += [f"X = {_matrix(self.design.common.columns)}"] if sums[-1:] == ["XB"] else []
+        sums = ["(X - centre) @ b" if s == "XB" else s for s in sums]
+        sums += [offset.expression for offset in self.design.common.offsets]
+        sums += [f"s_{smooth.column}" for smooth in grammar.smooths]
+        sums += [self._group_sum(g, self.design.terms_of(g.expression)) for g in grammar.groups]
+        inside.append(f"eta = {' + '.join(sums) or f'jnp.zeros({self.rows})'}")
+        if self.distribution.mean:
+            inside.append(f'numpyro.deterministic("mean", {self.distribution.mean})')
+        inside += self._likelihood
+        arguments = ", ".join([*self.arguments, f"{grammar.response}=None"])
+        lines = [f"def model({arguments}):", *(f"    {line}" for line in outside)]
+        lines += [f'    with nf.silo_plate("row", {self.rows}):', *(f"        {i}" for i in inside)]
+        head = HEAD.format(formula=self.formula, family=self.family)
+        return head + "".join(f"{_wrapped(line)}\n" for line in lines)
+
+    @property
+    def _sums_of_coefficients(self) -> list[str]:
+        common = self.design.common
+        one = ["intercept"] if common.intercept and not self.distribution.ordinal else []
+        return [*one, *["XB"] * bool(common.labels)]
+
+    def _coefficients(self) -> Iterator[str]:
+        """Return the lines of the intercept, or of cutpoints, and of the coefficients."""
+        common, has_one = self.design.common, "intercept" in self._sums_of_coefficients
+        if self.distribution.ordinal:
+            size = self.design.agreed.categories - 1
+            base = f"dist.Normal(0.0, 3.0).expand([{size}]).to_event(1)"
+            ordered = "dist.transforms.OrderedTransform()"
+            prior = f"dist.TransformedDistribution({base}, {ordered})"
+            name = "cutpoints_centred" if common.labels else "cutpoints"
+            words = self.priors.get("cutpoints", prior)
+            yield f'cutpoints = numpyro.sample("{name}", {words})'
+        if has_one:
+            prior = f"dist.Normal({_number(self._location)}, {_number(WIDE * self.scale)})"
+            name = "Intercept_centred" if common.labels else "Intercept"
+            words = self.priors.get("Intercept", prior)
+            yield f'intercept = numpyro.sample("{name}", {words})'
+        if common.labels:
+            width = np.concatenate([c.width for c in common.columns])
+            prior = f"dist.Normal(0.0, {_array(WIDE * self.scale / width)}).to_event(1)"
+            yield f"b = {self._site('b', prior, common.labels)}"
+            yield f"centre = {_array(np.concatenate([c.centre for c in common.columns]))}"
+        if has_one and common.labels:
+            yield 'numpyro.deterministic("Intercept", intercept - centre @ b)'
+        if self.distribution.ordinal and common.labels:
+            yield 'numpyro.deterministic("cutpoints", cutpoints + centre @ b)'
+
+    @property
+    def _location(self) -> float:
+        """Return where the intercept is about: the link of the outcomes' mean."""
+        agreed, grammar = self.design.agreed, self.design.grammar
+        mean = agreed.mean[grammar.response]
+        if self.distribution.link == "log":
+            return math.log(max(mean, 1e-3))
+        if self.distribution.link == "identity":
+            return mean
+        trials = grammar.additions.get("trials")
+        share = min(max(mean / agreed.mean[trials] if trials else mean, 0.01), 0.99)
+        return math.log(share / (1 - share))
+
+    @property
+    def _parameters(self) -> list[tuple[str, str]]:
+        scale = _number(WIDE * self.scale)
+        return [(name, words.format(s=scale)) for name, words in self.distribution.parameters]
+
+    def _sample(self, name: str, prior: str) -> str:
+        return f"{name} = {self._site(name, prior)}"
+
+    def _site(self, name: str, prior: str, labels: Sequence[str] = ()) -> str:
+        """Return a latent with the user's prior, or this one."""
+        words = f', infer={{"labels": {list(labels)}}}'.replace("'", '"') if labels else ""
+        return f'numpyro.sample("{name}", {self.priors.get(name, prior)}{words})'
+
+    def _smooth_prior(self, smooth: Smooth) -> Iterator[str]:
+        x, k = smooth.column, smooth.size
+        yield f"# A smooth function of {x}: a Gaussian process by {k} waves, in sds of {x}."
+        of_sd = f"dist.HalfNormal({_number(WIDE * self.scale)})"
+        yield f"sd_{x} = {self._site(f'sd_s_{x}', of_sd)}"
+        yield f"length_{x} = {self._site(f'length_s_{x}', 'dist.LogNormal(0.0, 0.5)')}"
+        normal = f"dist.Normal(0.0, 1.0).expand([{k}]).to_event(1)"
+        yield f"z_{x} = {self._site(f'z_s_{x}', normal)}"
+        yield f"wave_{x} = jnp.pi * jnp.arange(1, {k + 1}) / {_number(2 * REACH)}"
+        yield f"spread_{x} = sd_{x} * jnp.sqrt(jnp.sqrt(2 * jnp.pi) * length_{x})"
+        yield f"weight_{x} = spread_{x} * jnp.exp(-0.25 * (length_{x} * wave_{x}) ** 2) * z_{x}"
+
+    def _group_prior(self, group: GroupEffect, terms: Terms) -> Iterator[str]:
+        """Return the lines of a group's latents."""
+        name, labels = group.name, [*["Intercept"] * terms.intercept, *terms.labels]
+        width = np.concatenate([np.ones(int(terms.intercept)), *(c.width for c in terms.columns)])
+        sds = (OF_SILOS if group.factors == (SILO,) else WIDE) * self.scale / width
+        prior, k = self.priors.get("sd", ""), len(labels)
+        if not k:
+            raise ModelError(f"the group '{name}' has no effect: write (1 | {name}).")
+        if k == 1:
+            yield self._sample(f"sd_{name}", prior or f"dist.HalfNormal({_number(sds[0])})")
+            each = f"dist.Normal(0.0, sd_{name})"
+        else:
+            words = prior or f"dist.HalfNormal({_array(sds)}).to_event(1)"
+            yield f"sd_{name} = {self._site(f'sd_{name}', words, labels)}"
+            each = f"dist.Normal(0.0, sd_{name}).to_event(1)"
+            if group.correlated:
+                yield self._sample(f"cor_{name}", f"dist.LKJCholesky({k}, 1.0)")
+                each = f"dist.MultivariateNormal(scale_tril=sd_{name}[:, None] * cor_{name})"
+        if name not in self.shared:
+            size = "1" if group.factors == (SILO,) else f"n_{name}"
+            yield f'with nf.silo_plate("{name}", {size}):'
+            yield f'    r_{name} = numpyro.sample("r_{name}", {each})'
+            return
+        members = list(self.design.agreed.names[name])
+        yield f'with numpyro.plate("{name}s", {len(members)}):'
+        yield f"    r_{name} = {self._site(f'r_{name}', each, members if k == 1 else ())}"
+
+    def _group_sum(self, group: GroupEffect, terms: Terms) -> str:
+        """Return what a group adds to the linear predictor."""
+        of_row = f"r_{group.name}[{0 if group.factors == (SILO,) else group.name}]"
+        if terms.intercept and not terms.columns:
+            return of_row
+        if len(terms.labels) == 1 and not terms.intercept:
+            return f"{terms.columns[0].expression} * {of_row}"
+        ones = [f"jnp.ones({self.rows})"] * terms.intercept
+        matrix = ", ".join([*ones, *(c.expression for c in terms.columns)])
+        return f"(jnp.column_stack([{matrix}]) * {of_row}).sum(-1)"
+
+    @property
+    def _likelihood(self) -> list[str]:
+        """Return the lines of the outcome."""
+        grammar, words = self.design.grammar, self.distribution.likelihood
+        y, additions = grammar.response, grammar.additions
+        if "trials" in additions:
+            words = words.replace("trials", additions["trials"])
+        if "cens" in additions:
+            words = f"dist.RightCensoredDistribution({words}, {additions['cens']})"
+        line = f'numpyro.sample("{y}", {words}, obs={y})'
+        if "weights" not in additions:
+            return [line]
+        return [f"with numpyro.handlers.scale(scale={additions['weights']}):", f"    {line}"]
+
+
+def _smooth(smooth: Smooth, design: Design) -> Iterator[str]:
+    """Return the lines of a smooth function at the rows."""
+    x, agreed = smooth.column, design.agreed
+    mean, sd = _number(agreed.mean[x]), _number(agreed.sd[x] or 1.0)
+    yield f"at_{x} = ({x} - {mean}) / {sd} + {_number(REACH)}"
+    scale = _number(math.sqrt(REACH))
+    yield f"s_{x} = jnp.sin(at_{x}[:, None] * wave_{x}) @ weight_{x} / {scale}"
+
+
+def _matrix(columns: Sequence[Columns]) -> str:
+    if len(columns) == 1 and columns[0].is_vector:
+        return f"({columns[0].expression})[:, None]"
+    return f"jnp.column_stack([{', '.join(c.expression for c in columns)}])"
+
+
+def _number(value: float) -> str:
+    """Return a number of four digits, with a point."""
+    return repr(float(f"{float(value):.4g}"))
+
+
+def _array(values: np.ndarray) -> str:
+    return f"jnp.array([{', '.join(map(_number, values))}])"
+
+
+def _wrapped(line: str) -> str:
+    """Return a line of at most a hundred characters, cut behind commas that are in no string."""
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    parts, found = re.findall(r'(?:"[^"]*"|:, |[^",])*(?:, |$)', line), [""]
+    for part in parts:
+        if found[-1].strip() and len(found[-1] + part.rstrip()) > 100:
+            found[-1] = found[-1].rstrip()
+            found.append(indent)
+        found[-1] += part
+    return "\n".join(found)

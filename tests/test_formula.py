@@ -1,0 +1,352 @@
+"""Formulas: their columns are the library's, and their texts what one writes by hand."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pandas as pd
+import pytest
+import scipy.stats
+from numpyro import handlers
+
+import numpyro_fed as nf
+from numpyro_fed.basics.errors import DataError, DataWarning, ModelError
+from numpyro_fed.data.silo_data import read
+from numpyro_fed.formulas.families import FAMILIES
+from numpyro_fed.formulas.grammar import GroupEffect, parse
+from numpyro_fed.text.split import split
+
+formulae = pytest.importorskip("formulae")
+pytestmark = pytest.mark.usefixtures("double")
+KEY = jax.random.key(0)
+
+
+def tables(sizes=(30, 24, 40), wards=("AB", "BC", "ABC")):
+    r, found = np.random.default_rng(0), {}
+    for name, n, own in zip(("Basel", "Bern", "Chur"), sizes, wards, strict=True):
+        age, sex = r.uniform(20, 80, n), r.integers(0, 2, n)
+        ward, site = r.choice(list(own), n), r.choice(["in", "out"], n)
+        y = 0.05 * age + (ward == "C") + r.normal(size=n)
+        whole = dict(n=r.integers(3, 9, n), child=r.integers(0, 8, n), dose=r.integers(0, 3, n))
+        found[name] = pd.DataFrame(
+            dict(age=age, sex=sex, ward=ward, site=site, y=y, w=r.uniform(1, 2, n), **whole)
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("y ~ x", ("y", "x", {}, ())),
+        ("y ~ 1", ("y", "1", {}, ())),
+        ("y ~ x + (1 | silo)", ("y", "x", {}, (GroupEffect("1", ("silo",)),))),
+        (
+            "y | trials(n) + weights(w) ~ 0 + x:z + (x || a/b)",
+            (
+                "y",
+                "0 + x:z",
+                {"trials": "n", "weights": "w"},
+                (GroupEffect("x", ("a",), False), GroupEffect("x", ("a", "b"), False)),
+            ),
+        ),
+        ("y~C(x)*z+I(z**2)", ("y", "C_x*z + I(z**2)", {}, ())),
+    ],
+)
+def test_the_grammar(text, says):
+    found = parse(text)
+    assert (found.response, found.common, found.additions, found.groups) == says
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("y", "is no formula"),
+        ("log(y) ~ x", "the response 'log.y.'.*is no column"),
+        ("y | se(s) ~ x", "'se.s.' beside the response"),
+        ("y ~ gp(x)", "the term 'gp.x.' is not known"),
+        ("y ~ (1 | a | b)", "more than one bar"),
+    ],
+)
+def test_what_is_no_formula_is_refused(text, says):
+    with pytest.raises(ModelError, match=says):
+        nf.formula(text)
+
+
+def test_what_a_family_or_table_lacks_is_said():
+    with pytest.raises(ModelError, match="family='normal': known are"):
+        nf.formula("y ~ x", family="normal")
+    with pytest.raises(ModelError, match="needs 'trials' beside the response"):
+        nf.formula("y ~ x", family="binomial")
+    with pytest.raises(ModelError, match="'poisson' has no 'cens'"):
+        nf.formula("y | cens(c) ~ x", family="poisson")
+    with pytest.raises(ModelError, match="shared: 'ward' is no group"):
+        nf.formula("y ~ x + (1 | silo)", shared=["ward"])
+    with pytest.raises(ModelError, match=r"call formula.silos"):
+        _ = nf.formula("y ~ x").text
+    some = tables()
+    some["Basel"]["x"] = 1.0
+    with pytest.raises(DataError, match="silo Bern: the table lacks 'x'"):
+        nf.formula("y ~ x").silos(some)
+    with pytest.raises(ModelError, match="agreed on nothing about the column 'x'"):
+        nf.formula("y ~ x", agreed=nf.formula("y ~ age").agree(some)).silos(some)
+    with pytest.raises(DataError, match="silo Basel, 'ward': an outcome is a number"):
+        nf.formula("ward ~ age").silos(tables())
+    f = nf.formula("y ~ b")
+    f.agree([dict(y=np.arange(9.0), b=np.arange(9.0))])
+    with pytest.raises(ModelError, match="a name 'b' of its own"):
+        _ = f.text
+
+
+COMMON = [
+    "age",
+    "0 + age + ward",
+    "ward",
+    "0 + ward",
+    "age * ward + site",
+    "ward:site",
+    "ward * site",
+    "0 + ward:site",
+    "age:ward:sex",
+    "C(dose) * age",
+    "C(dose):ward:age",
+    "log(age) + I(age**2) + exp(sex) + sqrt(n):ward",
+    "bs(age, df=5) + ward",
+    "center(age) * sex",
+    "poly(age, 2) + offset(log(n))",
+]
+
+
+@pytest.mark.parametrize("common", COMMON)
+def test_columns_are_those_of_the_library_on_pooled_rows(common):
+    some = tables()
+    f = nf.formula(f"y ~ {common}")
+    silos = f.silos(some)
+    design = f.written.design
+    pooled = pd.concat(some.values())
+    pooled["C_dose"] = pooled["dose"].astype(str)
+    functions = {"log": np.log, "exp": np.exp, "sqrt": np.sqrt}
+    whole = formulae.design_matrices(f.grammar.common, pooled, extra_namespace=functions).common
+    expected = np.asarray(whole).astype(float)
+    arrays = {k: np.concatenate([s[k] for s in silos.values()]) for k in silos["Basel"]}
+    names = {**arrays, "jnp": jnp, "jax": jax}
+    slices = [
+        whole.slices[k] for k, t in whole.terms.items() if t.kind not in ("intercept", "offset")
+    ]
+    labels = [
+        label
+        for t in whole.terms.values()
+        if t.kind not in ("intercept", "offset")
+        for label in t.labels
+    ]
+    assert design.common.labels == labels
+    assert design.common.intercept == ("Intercept" in whole.terms)
+    for columns, place in zip(design.common.columns, slices, strict=True):
+        found = np.asarray(eval(columns.expression, names)).reshape(len(pooled), -1)
+        if columns.computed.startswith(("bs", "poly")):
+            # Knots and powers are those of the agreed moments: as many columns, of one space.
+            assert found.shape == expected[:, place].shape
+        elif columns.computed:
+            np.testing.assert_allclose(
+                found, expected[:, place], atol=0.05 * expected[:, place].std()
+            )
+        else:
+            np.testing.assert_allclose(found, expected[:, place], rtol=1e-6)
+
+
+def test_a_level_that_a_silo_lacks_and_a_rare_one():
+    some = tables()
+    some["Chur"].loc[0, "ward"] = "Z"
+    f = nf.formula("y ~ ward")
+    silos = f.silos(some)
+    assert f.agreed.names == {"ward": ("A", "B", "C", "other")}
+    assert silos["Chur"]["ward"][0] == 3
+    assert set(silos["Basel"]["ward"].tolist()) == {0, 1}
+    assert '"ward[B]", "ward[C]", "ward[other]"' in f.text
+
+
+def test_rows_that_miss_a_covariate_are_left_out_and_said_to_be():
+    some = tables()
+    some["Bern"].loc[[1, 4], "age"] = np.nan
+    some["Bern"].loc[5, "y"] = np.nan
+    f = nf.formula("y ~ age + (1 | child)")
+    with pytest.warns(DataWarning, match="silo Bern: 2 of 24 rows miss a covariate"):
+        silos = f.silos(some)
+    assert len(silos["Bern"]["age"]) == 22
+    assert np.isnan(silos["Bern"]["y"]).sum() == 1
+    assert silos["Bern"]["n_child"] == silos["Bern"]["child"].max() + 1
+
+
+def by_hand(age, sex, ward, w, child, n_child, y):
+    """The text of the formula in the test below, as one would write it."""
+    at = numpyro.sample("Intercept_centred", dist.Normal(MEAN, 2.5 * SD))
+    sds = jnp.array([2.5 / AGE_SD, 2.5, 2.5]) * SD
+    b = numpyro.sample("b", dist.Normal(0, sds).to_event(1))
+    tau = numpyro.sample("sd_silo", dist.HalfNormal(jnp.array([1.0, 2.0])).to_event(1))
+    L = numpyro.sample("cor_silo", dist.LKJCholesky(2, 1.0))
+    with nf.silo_plate("silo", 1):
+        r = numpyro.sample("r_silo", dist.MultivariateNormal(scale_tril=tau[:, None] * L))
+    of_child = numpyro.sample("sd_child", dist.HalfNormal(0.7))
+    with nf.silo_plate("child", n_child):
+        c = numpyro.sample("r_child", dist.Normal(0, of_child))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(2.5 * SD))
+    with nf.silo_plate("row", len(age)):
+        eta = at + b[0] * (age - AGE) + jnp.where(ward == 0, 0, b[ward]) + c[child]
+        with handlers.scale(scale=w):
+            numpyro.sample("y", dist.Normal(eta + r[0, 0] + r[0, 1] * sex, sigma), obs=y)
+
+
+SD, MEAN, AGE, AGE_SD = 1.0, 0.0, 0.0, 1.0
+
+
+def test_the_text_is_what_one_writes_by_hand(monkeypatch):
+    f = nf.formula(
+        "y | weights(w) ~ age + ward + (1 + sex | silo) + (1 | child)",
+        priors={
+            "sd_child": "dist.HalfNormal(0.7)",
+            "sd_silo": "dist.HalfNormal(jnp.array([1.0, 2.0])).to_event(1)",
+        },
+    )
+    silos = f.silos(tables())
+    agreed = f.agreed
+    monkeypatch.setitem(globals(), "SD", agreed.sd["y"])
+    monkeypatch.setitem(globals(), "MEAN", agreed.mean["y"])
+    monkeypatch.setitem(globals(), "AGE", agreed.mean["age"])
+    monkeypatch.setitem(globals(), "AGE_SD", agreed.sd["age"])
+    assert inspect.getsource(f.model).startswith("def model(")
+    data = read(list(silos.values()))
+    ours, hand = (split(text, data) for text in (f.model, by_hand))
+    z = jnp.asarray(np.random.default_rng(0).normal(size=ours.dim))
+    assert [s.name for s in ours.named("latent")] == [s.name for s in hand.named("latent")]
+    for silo in data:
+        z_L = {k: 0.3 + v for k, v in ours.zero_latents(silo).items()}
+        found, expected = (fm.log_silo({}, z, z_L, silo) for fm in (ours, hand))
+        for plate in expected:
+            np.testing.assert_allclose(found[plate], expected[plate], rtol=2e-3)
+
+
+X = np.array([-1.0, 0.0, 0.5, 2.0])
+MU = np.exp(0.2 + 0.5 * X)
+P = 1 / (1 + np.exp(-0.2 - 0.5 * X))
+# The outcomes of a family and their log densities where the linear predictor is 0.2 + 0.5 x.
+EXPECTED = {
+    "gaussian": (
+        [0.3, 1, -2, 0.1],
+        dict(sigma=2.0),
+        lambda y: scipy.stats.norm(0.2 + 0.5 * X, 2).logpdf(y),
+    ),
+    "student": (
+        [0.3, 1, -2, 0.1],
+        dict(sigma=2.0, nu=4.0),
+        lambda y: scipy.stats.t(4, 0.2 + 0.5 * X, 2).logpdf(y),
+    ),
+    "bernoulli": ([0, 1, 1, 0], {}, lambda y: scipy.stats.bernoulli(P).logpmf(y)),
+    "binomial": ([0, 2, 3, 1], {}, lambda y: scipy.stats.binom(4, P).logpmf(y)),
+    "poisson": ([0, 2, 3, 1], {}, lambda y: scipy.stats.poisson(MU).logpmf(y)),
+    "negbinomial": (
+        [0, 2, 3, 1],
+        dict(shape=1.5),
+        lambda y: scipy.stats.nbinom(1.5, 1.5 / (1.5 + MU)).logpmf(y),
+    ),
+    "zero_inflated_poisson": (
+        [0, 2, 0, 1],
+        dict(zi=0.3),
+        lambda y: np.log(0.3 * (y == 0) + 0.7 * scipy.stats.poisson(MU).pmf(y)),
+    ),
+    "zero_inflated_negbinomial": (
+        [0, 2, 0, 1],
+        dict(zi=0.3, shape=1.5),
+        lambda y: np.log(0.3 * (y == 0) + 0.7 * scipy.stats.nbinom(1.5, 1.5 / (1.5 + MU)).pmf(y)),
+    ),
+    "gamma": (
+        [0.5, 2, 1, 3],
+        dict(shape=2.0),
+        lambda y: scipy.stats.gamma(2, scale=MU / 2).logpdf(y),
+    ),
+    "beta": (
+        [0.5, 0.2, 0.1, 0.9],
+        dict(phi=3.0),
+        lambda y: scipy.stats.beta(P * 3, (1 - P) * 3).logpdf(y),
+    ),
+    "exponential": ([0.5, 2, 1, 3], {}, lambda y: scipy.stats.expon(scale=MU).logpdf(y)),
+    "weibull": (
+        [0.5, 2, 1, 3],
+        dict(shape=1.5),
+        lambda y: scipy.stats.weibull_min(1.5, scale=MU / scipy.special.gamma(1 + 1 / 1.5)).logpdf(
+            y
+        ),
+    ),
+    "cumulative": (
+        [0, 2, 1, 1],
+        dict(cutpoints=np.array([-0.5, 1.0])),
+        lambda y: np.log(
+            np.diff(
+                1 / (1 + np.exp(-(np.array([[-np.inf, -0.5, 1, np.inf]]) - 0.5 * X[:, None]))),
+                axis=1,
+            )[np.arange(4), y]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore::numpyro_fed.DataWarning")
+def test_a_family_has_its_density(family):
+    y, parameters, log_density = EXPECTED[family]
+    response = "y | trials(m)" if family == "binomial" else "y"
+    f = nf.formula(f"{response} ~ x", family=family)
+    silo = pd.DataFrame(dict(x=X, y=y, m=4))
+    (data,) = f.silos([silo])
+    centre = f.written.design.common.columns[0].centre[0]
+    values = {"b": np.array([0.5]), "Intercept_centred": 0.2 + 0.5 * centre, **parameters}
+    if family == "cumulative":
+        values["cutpoints_centred"] = values.pop("cutpoints") - 0.5 * centre
+    trace = handlers.trace(handlers.substitute(f.model, values)).get_trace(**data)
+    site = trace["y"]
+    np.testing.assert_allclose(
+        site["fn"].log_prob(site["value"]), log_density(np.array(y)), rtol=1e-3
+    )
+    if family not in ("beta", "cumulative"):
+        fn = site["fn"]
+        mean = fn.mean / (4 if family == "binomial" else 1)
+        np.testing.assert_allclose(trace["mean"]["value"], mean, rtol=1e-5)
+
+
+def test_a_time_that_is_a_lower_bound():
+    f = nf.formula("y | cens(c) ~ x", family="weibull")
+    (data,) = f.silos([pd.DataFrame(dict(x=X, y=[0.5, 2, 1, 3], c=[0, 1, 0, 1]))])
+    centre = f.written.design.common.columns[0].centre[0]
+    values = {"b": np.array([0.5]), "Intercept_centred": 0.2 + 0.5 * centre, "shape": 1.5}
+    trace = handlers.trace(handlers.substitute(f.model, values)).get_trace(**data)
+    found = trace["y"]["fn"].log_prob(trace["y"]["value"])
+    law = scipy.stats.weibull_min(1.5, scale=MU / scipy.special.gamma(1 + 1 / 1.5))
+    expected = np.where([0, 1, 0, 1], law.logsf([0.5, 2, 1, 3]), law.logpdf([0.5, 2, 1, 3]))
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_fit_by_a_formula_predicts_and_averages_under_changed_columns():
+    some = tables((60, 40, 50))
+    f = nf.formula("y ~ age * ward + s(age) + (1 | silo)")
+    silos = f.silos(some)
+    fitted = nf.fit(KEY, f.model, silos, progress_bar=False)
+    assert fitted.trusted
+    names = fitted.summary().index.tolist()
+    assert {"b[age]", "b[ward[C]]", "b[age:ward[C]]", "sd_silo", "sd_s_age"} <= set(names)
+    effect = [np.asarray(fitted.average(KEY, "mean", {"ward": k})) for k in (2, 0)]
+    assert abs(np.subtract(*effect).mean() - 1.0) < 4 * np.subtract(*effect).std()
+    new = f.silo(pd.DataFrame(dict(age=[30.0, 60.0], ward=["A", "C"])), new=True)
+    assert fitted.predict(KEY, new)["y"].shape == (1_000, 2)
+
+
+@pytest.mark.slow
+def test_groups_that_several_silos_share():
+    some = tables((60, 40, 50))
+    f = nf.formula("y ~ age + (1 | ward) + (1 | silo)", shared=["ward"])
+    silos = f.silos(some)
+    assert 'with numpyro.plate("wards", 3):' in f.text
+    fitted = nf.fit(KEY, f.model, silos, progress_bar=False)
+    names = fitted.summary().index.tolist()
+    assert {"r_ward[A]", "r_ward[B]", "r_ward[C]"} <= set(names)
