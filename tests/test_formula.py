@@ -334,7 +334,7 @@ def test_a_fit_by_a_formula_predicts_and_averages_under_changed_columns():
     fitted = nf.fit(KEY, f.model, silos, progress_bar=False)
     assert fitted.trusted
     names = fitted.summary().index.tolist()
-    assert {"b[age]", "b[ward[C]]", "b[age:ward[C]]", "sd_silo", "sd_s_age"} <= set(names)
+    assert {"b[age]", "b[ward[C]]", "b[age:ward[C]]", "sd_silo", "sd_s_age", "s_age[9]"} <= set(names)
     effect = [np.asarray(fitted.average(KEY, "mean", {"ward": k})) for k in (2, 0)]
     assert abs(np.subtract(*effect).mean() - 1.0) < 4 * np.subtract(*effect).std()
     new = f.silo(pd.DataFrame(dict(age=[30.0, 60.0], ward=["A", "C"])), new=True)

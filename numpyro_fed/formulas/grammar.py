@@ -32,7 +32,7 @@ class GroupEffect:
 
 @dataclass(frozen=True)
 class Smooth:
-    """A smooth function of a column, ``s(x, k=10)``, with so many basis functions."""
+    """A smooth function of a column, ``s(x, k=10)``: by so many functions beside its line."""
 
     column: str
     size: int = 10
@@ -69,6 +69,7 @@ def parse(formula: str) -> Grammar:
             groups += _group_effects(inner)
         elif found := re.fullmatch(r"s\(\s*(\w+)\s*(?:,\s*k\s*=\s*(\d+)\s*)?\)", term):
             smooths.append(Smooth(found[1], int(found[2] or 10)))
+            common.append(found[1])
         elif re.match(r"(s|t2|te|gp|mo|mi|me)\(", term):
             raise ModelError(
                 f"the term {term!r} is not known: of smooth terms s(x) and s(x, k=10) are, of one "

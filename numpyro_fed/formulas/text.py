@@ -17,7 +17,7 @@ from numpyro_fed.formulas.grammar import SILO, GroupEffect, Smooth, names_in
 
 WIDE = 2.5  # of priors, in sds of the outcomes, as in rstanarm
 OF_SILOS = 1.0  # the same of the sd of silos' effects: few silos say little of it
-REACH = 6.0  # sds of a column that a smooth function reaches to both sides of the mean
+REACH = 2.5  # sds of a column from its mean, beyond which a smooth function is a line
 HEAD = '''"""{formula}, family {family}."""
 
 import jax
@@ -169,15 +169,12 @@ class Text:
 
     def _smooth_prior(self, smooth: Smooth) -> Iterator[str]:
         x, k = smooth.column, smooth.size
-        yield f"# A smooth function of {x}: a Gaussian process by {k} waves, in sds of {x}."
+        yield f"# Beside its line a function of {x} by {k} cosines, smooth as a cubic spline is."
         of_sd = f"dist.HalfNormal({_number(WIDE * self.scale)})"
-        yield f"sd_{x} = {self._site(f'sd_s_{x}', of_sd)}"
-        yield f"length_{x} = {self._site(f'length_s_{x}', 'dist.LogNormal(0.0, 0.5)')}"
+        yield f"sd_s_{x} = {self._site(f'sd_s_{x}', of_sd)}"
+        yield f"wave_{x} = jnp.arange(2, {k + 2})"
         normal = f"dist.Normal(0.0, 1.0).expand([{k}]).to_event(1)"
-        yield f"z_{x} = {self._site(f'z_s_{x}', normal)}"
-        yield f"wave_{x} = jnp.pi * jnp.arange(1, {k + 1}) / {_number(2 * REACH)}"
-        yield f"spread_{x} = sd_{x} * jnp.sqrt(jnp.sqrt(2 * jnp.pi) * length_{x})"
-        yield f"weight_{x} = spread_{x} * jnp.exp(-0.25 * (length_{x} * wave_{x}) ** 2) * z_{x}"
+        yield f"weight_{x} = sd_s_{x} / wave_{x}**2 * {self._site(f's_{x}', normal)}"
 
     def _group_prior(self, group: GroupEffect, terms: Terms) -> Iterator[str]:
         """Return the lines of a group's latents."""
@@ -236,9 +233,9 @@ def _smooth(smooth: Smooth, design: Design) -> Iterator[str]:
     """Return the lines of a smooth function at the rows."""
     x, agreed = smooth.column, design.agreed
     mean, sd = _number(agreed.mean[x]), _number(agreed.sd[x] or 1.0)
-    yield f"at_{x} = ({x} - {mean}) / {sd} + {_number(REACH)}"
-    scale = _number(math.sqrt(REACH))
-    yield f"s_{x} = jnp.sin(at_{x}[:, None] * wave_{x}) @ weight_{x} / {scale}"
+    reach = _number(REACH)
+    yield f"at_{x} = jnp.clip(({x} - {mean}) / {sd}, -{reach}, {reach}) + {reach}"
+    yield f"s_{x} = jnp.cos(at_{x}[:, None] * wave_{x} * jnp.pi / {2 * REACH}) @ weight_{x}"
 
 
 def _matrix(columns: Sequence[Columns]) -> str:
