@@ -24,12 +24,16 @@ pytestmark = pytest.mark.usefixtures("double")
 KEY = jax.random.key(0)
 
 
+WARDS = "heart", "Skin", "zoo"  # in no order that is kept by all
+
+
 def tables(sizes=(30, 24, 40), wards=("AB", "BC", "ABC")):
     r, found = np.random.default_rng(0), {}
+    names = dict(zip("ABC", WARDS, strict=True))
     for name, n, own in zip(("Basel", "Bern", "Chur"), sizes, wards, strict=True):
         age, sex = r.uniform(20, 80, n), r.integers(0, 2, n)
-        ward, site = r.choice(list(own), n), r.choice(["in", "out"], n)
-        y = 0.05 * age + (ward == "C") + r.normal(size=n)
+        ward, site = r.choice([names[w] for w in own], n), r.choice(["in", "out"], n)
+        y = 0.05 * age + (ward == WARDS[2]) + r.normal(size=n)
         whole = dict(n=r.integers(3, 9, n), child=r.integers(0, 8, n), dose=r.integers(0, 3, n))
         found[name] = pd.DataFrame(
             dict(age=age, sex=sex, ward=ward, site=site, y=y, w=r.uniform(1, 2, n), **whole)
@@ -161,10 +165,15 @@ def test_a_level_that_a_silo_lacks_and_a_rare_one():
     some["Chur"].loc[0, "ward"] = "Z"
     f = nf.formula("y ~ ward")
     silos = f.silos(some)
-    assert f.agreed.names == {"ward": ("A", "B", "C", "other")}
+    assert f.agreed.names == {"ward": ("Skin", "heart", "zoo", "other")}
     assert silos["Chur"]["ward"][0] == 3
     assert set(silos["Basel"]["ward"].tolist()) == {0, 1}
-    assert '"ward[B]", "ward[C]", "ward[other]"' in f.text
+    pooled = pd.concat([t.assign(silo=name) for name, t in some.items()])
+    found = np.concatenate([s["ward"] for s in silos.values()])
+    for name, code in (("Skin", 0), ("heart", 1), ("zoo", 2)):
+        assert ((found == code) == (pooled["ward"] == name)).all()
+    assert nf.formula("y ~ ward").agree(tables()).names == {"ward": ("Skin", "heart", "zoo")}
+    assert '"ward[heart]", "ward[zoo]", "ward[other]"' in f.text
 
 
 def test_rows_that_miss_a_covariate_are_left_out_and_said_to_be():
@@ -334,10 +343,12 @@ def test_a_fit_by_a_formula_predicts_and_averages_under_changed_columns():
     fitted = nf.fit(KEY, f.model, silos, progress_bar=False)
     assert fitted.trusted
     names = fitted.summary().index.tolist()
-    assert {"b[age]", "b[ward[C]]", "b[age:ward[C]]", "sd_silo", "sd_s_age", "s_age[9]"} <= set(names)
+    assert {"b[age]", "b[ward[zoo]]", "b[age:ward[zoo]]", "sd_silo", "sd_s_age", "s_age[9]"} <= set(
+        names
+    )
     effect = [np.asarray(fitted.average(KEY, "mean", {"ward": k})) for k in (2, 0)]
     assert abs(np.subtract(*effect).mean() - 1.0) < 4 * np.subtract(*effect).std()
-    new = f.silo(pd.DataFrame(dict(age=[30.0, 60.0], ward=["A", "C"])), new=True)
+    new = f.silo(pd.DataFrame(dict(age=[30.0, 60.0], ward=["heart", "zoo"])), new=True)
     assert fitted.predict(KEY, new)["y"].shape == (1_000, 2)
 
 
@@ -349,4 +360,4 @@ def test_groups_that_several_silos_share():
     assert 'with numpyro.plate("wards", 3):' in f.text
     fitted = nf.fit(KEY, f.model, silos, progress_bar=False)
     names = fitted.summary().index.tolist()
-    assert {"r_ward[A]", "r_ward[B]", "r_ward[C]"} <= set(names)
+    assert {"r_ward[Skin]", "r_ward[heart]", "r_ward[zoo]"} <= set(names)

@@ -447,7 +447,7 @@ class Questions(ABC):
         draws = self.sample_posterior(jax.random.key(0), n)
         if unknown := [name for name in chosen if name not in draws]:
             raise ModelError(f"'{unknown[0]}' is no global of the model, which has {list(draws)}.")
-        names, values = elements({name: draws[name] for name in chosen})
+        names, values = elements({name: draws[name] for name in chosen}, run._fit.model.labels)
         if not names:
             raise ModelError("the model has no globals to plot.")
         prior = drawn_from_prior(run, jax.random.key(1), n)

@@ -39,7 +39,7 @@ class Columns(NamedTuple):
     ) -> Columns:
         """Return the elements of draws {site: (n, ...)} of the globals, and of some silos."""
         of_silos = {} if silo is None else _silo_axes(run, silo)
-        of_text = {s.name: s.labels for s in run._fit.model.sites}
+        of_text = run._fit.model.labels
         names = list[str]()
         for site, value in draws.items():
             shape = np.shape(value)[1:]
@@ -55,7 +55,7 @@ class Columns(NamedTuple):
                 along = zip(index, axes, strict=True)
                 entries = [str(i) if a is None else str(a[i]) for i, a in along]
                 names.append(f"{site}[{', '.join(entries)}]" if entries else site)
-        return cls(tuple(names), *elements(draws))
+        return cls(tuple(names), *elements(draws, of_text))
 
     def frame(self) -> Any:
         """Return the draws as a DataFrame."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import TypeVar
@@ -58,19 +58,27 @@ def fresh(a: np.ndarray) -> Array:
     return jnp.asarray(a.copy())
 
 
-def element_name(site: str, index: tuple[int, ...]) -> str:
-    """Return the name of an element, such as ``"beta[1]"``."""
-    return f"{site}[{', '.join(map(str, index))}]" if index else site
+EntryNames = Mapping[str, Sequence[str]]  # names of the entries along the last axis of a site
 
 
-def elements(draws: Mapping[str, Array | np.ndarray]) -> tuple[tuple[str, ...], np.ndarray]:
+def element_name(site: str, index: tuple[int, ...], labels: EntryNames | None = None) -> str:
+    """Return the name of an element, such as ``"beta[1]"``, or ``"beta[age]"`` with labels."""
+    entries, own = list(map(str, index)), (labels or {}).get(site, ())
+    if entries and index[-1] < len(own):
+        entries[-1] = own[index[-1]]
+    return f"{site}[{', '.join(entries)}]" if index else site
+
+
+def elements(
+    draws: Mapping[str, Array | np.ndarray], labels: EntryNames | None = None
+) -> tuple[tuple[str, ...], np.ndarray]:
     """Return the names of all elements, such as ``"beta[1]"``, and draws (n, k) of them."""
     names: list[str] = []
     columns: list[np.ndarray] = []
     for site, value in draws.items():
         array = np.asarray(value, np.float64)
         for index in np.ndindex(array.shape[1:]):
-            names.append(element_name(site, index))
+            names.append(element_name(site, index, labels))
             columns.append(array[(slice(None), *index)])
     n = len(next(iter(draws.values()))) if draws else 0
     return tuple(names), np.stack(columns, 1) if columns else np.zeros((n, 0))

@@ -122,7 +122,9 @@ class Design:
     def evaluated(self, frame: Any, columns: Columns) -> np.ndarray:
         """Return columns (rows, k), or one (rows,), that the library computes for a table."""
         pandas, known = optional("pandas", EXTRA), self.agreed.names
-        coded = {c: pandas.Categorical(frame[c].astype(str), list(known[c])) for c in known}
+        coded = {
+            c: pandas.Categorical(frame[c].astype(str), list(known[c]), ordered=True) for c in known
+        }
         for expression in expressions(self.grammar):
             common = self._matrix(expression)
             if common is not None and columns.computed in common.terms:
@@ -151,7 +153,7 @@ class Design:
             if column in known:
                 names = list(known[column])
                 shuffled = random.permutation(np.resize(np.array(names, object), n))
-                table[column] = pandas.Categorical(shuffled, categories=names)
+                table[column] = pandas.Categorical(shuffled, names, ordered=True)
             elif column in self.agreed.mean:
                 mean, sd = self.agreed.mean[column], self.agreed.sd[column] or 1.0
                 values = random.permutation(normal)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import linecache
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from numpyro_fed.basics.errors import DataError, DataWarning, ModelError, optional
+from numpyro_fed.data.tables import Levels
 from numpyro_fed.formulas.design import EXTRA, Agreed, Design, columns_read
 from numpyro_fed.formulas.families import Family, family_of
 from numpyro_fed.formulas.grammar import SILO, Grammar, parse
@@ -106,6 +107,8 @@ class Formula:
             of_levels = [frame[categorical].astype(str) for frame in asked]
             of_numbers = [{c: _floats(frame[c]) for c in numeric} for frame in asked]
         known = levels(of_levels, categorical, min_count=self.min_count) if categorical else None
+        if known is not None and not isinstance(asked, Federation):
+            known = _without_empty(known, of_levels)
         mean, sd = dict[str, float](), dict[str, float]()
         if numeric:
             found = moments(of_numbers, numeric)
@@ -244,6 +247,16 @@ def _is_numeric(column: Any, *, also_bool: bool = False) -> bool:
 def _floats(column: Any) -> np.ndarray:
     values: np.ndarray = column.to_numpy(dtype=float, na_value=np.nan)
     return values
+
+
+def _without_empty(known: Levels, frames: Sequence[Any]) -> Levels:
+    """Return levels without the one of rare ones, where no row is in it."""
+    names = dict(known.names)
+    for column, own in names.items():
+        found = {name for frame in frames for name in frame[column]}
+        if known.other in own and found <= {*own}:
+            names[column] = tuple(name for name in own if name != known.other or name in found)
+    return replace(known, names=names)
 
 
 def _ordinal(columns: Sequence[Any]) -> tuple[int, int]:

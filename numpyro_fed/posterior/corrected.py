@@ -227,7 +227,7 @@ class Corrected(Posterior, WeightedDraws[Result]):
         fm, theta = self.result._fit.model, self.result.shared.theta
         chosen = systematic_resample(random.fold_in(self._key, 5), self.weights, len(self.weights))
         z_G = self.z_G[chosen]
-        names, values = elements(self.sampler.constrain_globals(theta, z_G))
+        names, values = elements(self.sampler.constrain_globals(theta, z_G), fm.labels)
         moves = (values != values[:1]).any(0)  # the diagonal of a correlation answers to nothing
         names, values = tuple(n for n, m in zip(names, moves, strict=True) if m), values[:, moves]
         whole = np.asarray(jax.vmap(fm.log_prior, (None, 0))(theta, z_G), np.float64)

@@ -19,7 +19,7 @@ from numpyro_fed.after.own_rows import outcomes_of_silos
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import ConvergenceWarning, DataError, NonFiniteError, optional
 from numpyro_fed.basics.programs import double_precision
-from numpyro_fed.basics.trees import element_name
+from numpyro_fed.basics.trees import EntryNames, element_name
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.importance import importance_correct
 from numpyro_fed.posterior.posterior import Posterior
@@ -138,6 +138,7 @@ def compare(
         )
     pareto_k = _pareto_k(result, key_weights)
     without_sd: set[str] = set()
+    labels = getattr(result.run_behind._fit.model, "labels", {})
     if isinstance(result, Corrected):
         errors = result.errors
         without_sd = {n for n, no in zip(errors.names, errors.infinite[1], strict=True) if no}
@@ -150,7 +151,7 @@ def compare(
         for i in np.ndindex(scale.shape):
             at = draws[name][:, *i], expected[:, *i]
             distance[i] = wasserstein_distance(*at, u_weights=weights)
-            no_sd[i] = element_name(name, i) in without_sd
+            no_sd[i] = element_name(name, i, labels) in without_sd
         # A constant has an sd of zero: errors are then absolute, and the ratio is one.
         constant = _constant(expected) & (sd <= ROUNDING * abs(mean))
         scale = np.where(constant, 1.0, scale)
@@ -159,7 +160,7 @@ def compare(
             m: np.where(no_sd, np.nan, value)
             for m, value in zip(MEASURES, (*measures, distance / scale), strict=True)
         }
-    return Comparison(sites, pareto_k, draws, weights, nuts)
+    return Comparison(sites, pareto_k, draws, weights, nuts, labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +182,7 @@ class Comparison:
     _draws: Mapping[str, np.ndarray] = field(repr=False)
     _weights: np.ndarray | None = field(repr=False)
     _nuts: Mapping[str, np.ndarray] = field(repr=False)
+    _labels: EntryNames = field(default_factory=dict, repr=False)
 
     @cached_property
     def joint(self) -> dict[str, float]:
@@ -221,7 +223,7 @@ class Comparison:
                 if not constant[i]:
                     values = (measures[m][i] for m in MEASURES)
                     cells = (ABSENT if np.isnan(v) else f"{v:.3f}" for v in values)
-                    rows.append((element_name(name, i), *cells))
+                    rows.append((element_name(name, i, self._labels), *cells))
         return rows
 
     def _note(self) -> list[str]:
@@ -267,7 +269,7 @@ class Comparison:
             filled = axis.fill_between(grid, below, color=display.REFERENCE, lw=0, label="NUTS")
             density = gaussian_kde(fit, weights=self._weights)(grid)
             (line,) = axis.plot(grid, density, color=display.POSTERIOR, label=label)
-            axis.set(xlabel=element_name(name, i), yticks=[], ylim=(0, None))
+            axis.set(xlabel=element_name(name, i, self._labels), yticks=[], ylim=(0, None))
             axis.spines["left"].set_visible(False)
             handles = [filled, line]
         for axis in axes[:: display.COLUMNS]:

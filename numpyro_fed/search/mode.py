@@ -269,7 +269,9 @@ def coordinate_names(fm: FederatedModel) -> tuple[str, ...]:
     theta = jax.eval_shape(lambda: fm.init_theta(jax.random.key(0)))
     sites = [(name, theta[name].shape) for name in sorted(theta)]
     sites += [(site.name, site.shape) for site in fm.named("latent")]
-    return tuple(element_name(name, i) for name, shape in sites for i in np.ndindex(shape))
+    return tuple(
+        element_name(name, i, fm.labels) for name, shape in sites for i in np.ndindex(shape)
+    )
 
 
 class CheckPoints(NamedTuple):

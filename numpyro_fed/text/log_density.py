@@ -172,6 +172,11 @@ class FederatedModel:
         # the silo's part of the text is computed.
         return jax.tree.map(np.zeros_like, self.silo)
 
+    @cached_property
+    def labels(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of the entries of global latents, ``infer={"labels": ...}``."""
+        return {s.name: s.labels for s in self.sites if s.labels}
+
     @property
     def smoothed(self) -> FederatedModel:
         """Return the model without kinks, for searches that use curvature."""

@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 from scipy.special import ndtri
 
-from numpyro_fed.basics.trees import elements
+from numpyro_fed.basics.trees import EntryNames, elements
 from numpyro_fed.text.site_table import Site
 from numpyro_fed.weigh.weights import fit_pareto
 
@@ -125,13 +125,14 @@ class ElementErrors(NamedTuple):
         latents: Collection[str],
         weights: np.ndarray,
         islands: np.ndarray | None = None,
+        labels: EntryNames | None = None,
     ) -> ElementErrors:
         """Return the errors of draws {site: (n, ...)} with weights (n,) that sum to one.
 
         Those of particles are the disagreement of ``islands`` (4, n / 4), their places.
         """
         of_latents = {k: v for k, v in draws.items() if k in latents}
-        names, values = elements({**of_latents, **draws})
+        names, values = elements({**of_latents, **draws}, labels)
         number = sum(int(np.prod(np.shape(v)[1:])) for v in of_latents.values())
         names, values = names[: number + MOST_FUNCTIONS], values[:, : number + MOST_FUNCTIONS]
         latent = np.arange(len(names)) < number
