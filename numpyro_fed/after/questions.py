@@ -37,7 +37,7 @@ from numpyro_fed.after.sensitivity import PriorSensitivity
 from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import ConvergenceWarning, ModelError, positive_int
 from numpyro_fed.basics.programs import in_precision_of_object
-from numpyro_fed.basics.trees import elements
+from numpyro_fed.basics.trees import EntryNames, elements
 from numpyro_fed.data.silo_data import ALL, NEW, OWN_ROWS
 from numpyro_fed.rounds.progress import shows
 
@@ -83,6 +83,12 @@ class Questions(ABC):
     @abstractmethod
     def shows_progress(self) -> bool:
         """Return whether a call of more than two seconds shows that it goes on."""
+
+    @property
+    def entry_names(self) -> EntryNames:
+        """Return the names that the text gives to the entries of latents, by site."""
+        names: EntryNames = self.run_behind._fit.model.labels
+        return names
 
     def _warn_of_doubt(self) -> None:
         """Warn that an answer rests on a posterior that is known not to be trusted."""
@@ -447,7 +453,7 @@ class Questions(ABC):
         draws = self.sample_posterior(jax.random.key(0), n)
         if unknown := [name for name in chosen if name not in draws]:
             raise ModelError(f"'{unknown[0]}' is no global of the model, which has {list(draws)}.")
-        names, values = elements({name: draws[name] for name in chosen}, run._fit.model.labels)
+        names, values = elements({name: draws[name] for name in chosen}, self.entry_names)
         if not names:
             raise ModelError("the model has no globals to plot.")
         prior = drawn_from_prior(run, jax.random.key(1), n)

@@ -138,7 +138,7 @@ def compare(
         )
     pareto_k = _pareto_k(result, key_weights)
     without_sd: set[str] = set()
-    labels = getattr(result.run_behind._fit.model, "labels", {})
+    labels = getattr(result, "entry_names", {})
     if isinstance(result, Corrected):
         errors = result.errors
         without_sd = {n for n, no in zip(errors.names, errors.infinite[1], strict=True) if no}
