@@ -39,6 +39,7 @@ from numpyro_fed.after.predict import SEEN, compiled
 from numpyro_fed.after.predict import Draws as Values
 from numpyro_fed.basics.errors import DataError, ModelError, optional, positive_int
 from numpyro_fed.basics.programs import TRACING, in_precision_of_object
+from numpyro_fed.basics.trees import EntryNames
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.accurate_densities import log_prob
 from numpyro_fed.posterior.leave_out import MAX_K, Loo, RowsOfSilo, RowSums
@@ -139,6 +140,11 @@ class NutsResult(Posterior):
         if self._run is None:
             raise DataError("these draws have no data with them.")
         return self._run
+
+    @property
+    def entry_names(self) -> EntryNames:
+        """Return the names that the text gives to entries of latents; none without a model."""
+        return {} if self._run is None else super().entry_names
 
     @property
     def correction(self) -> str:
