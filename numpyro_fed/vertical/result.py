@@ -134,6 +134,21 @@ class ColumnsAfterFit(ABC):
         "a client has no rows of its own that could be left out",
         "Fit the model without its columns, and compare log_evidence of importance_correct.",
     )
+    average = _refusal(
+        "rows are not averaged over, since each client holds a part of every row",
+        f"{TOGETHER}run the model at them on the changed columns of all clients.",
+    )
+    calibration = _refusal(
+        "outcomes are not predicted",
+        f"{TOGETHER}run the model at them, and compare with the response.",
+    )
+    quantity = _refusal(
+        "there is no table of all parties' latents", "Compute it of the draws of to_arviz()."
+    )
+    ranks = _refusal(
+        "clients have latents of different columns, of which none is before another",
+        "Take to_arviz() and ArviZ's plots.",
+    )
     add = _refusal(
         "no client can be added to a fit", "Run the method anew, with its columns in xs."
     )
