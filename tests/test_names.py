@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.basics.errors import DataError
+from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.data.silo_data import read
 
 KEY = jax.random.key(0)
@@ -90,6 +90,27 @@ def test_a_summary_is_that_of_the_draws_by_name(fitted):
         fitted.summary(coords={"ward": ["one"]}, dims={"of_ward": ["ward"]})
     with pytest.raises(ValueError, match=r"prob=1\.5"):
         fitted.summary(prob=1.5)
+
+
+def test_a_quantity_and_ranks_are_those_of_the_draws(fitted):
+    table = fitted.quantity("gap", lambda of_ward: of_ward[1] - of_ward[0], KEY, 400, prob=0.5)
+    draws = np.asarray(fitted.sample_posterior(KEY, 400)["of_ward"])
+    np.testing.assert_allclose(
+        table.loc["gap", "mean"], (draws[:, 1] - draws[:, 0]).mean(), rtol=1e-5
+    )
+    both = fitted.quantity("twice", lambda of_ward: 2 * of_ward, KEY, 400)
+    assert both.index.tolist() == ["twice[0]", "twice[1]"]
+    with pytest.raises(ModelError, match=r"'u' is no global of the model.*of_ward"):
+        fitted.quantity("u", lambda u: u)
+
+    ranks = fitted.ranks("u", KEY, 400)
+    assert ranks.index.tolist() == ["St. Gallen", "Basel", "Bern"]
+    u = np.asarray(fitted.sample_posterior(KEY, 400, silo="all")["u"])
+    first = (u.argmax(1)[:, None] == [2, 0, 1]).mean(0)
+    np.testing.assert_allclose(ranks["P(first)"], first)
+    np.testing.assert_allclose(ranks["mean"].sum(), 6)
+    with pytest.raises(ModelError, match=r"'of_ward' is no latent of silos"):
+        fitted.ranks("of_ward")
 
 
 def test_a_mean_that_does_not_exist_is_no_number():
