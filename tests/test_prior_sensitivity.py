@@ -9,6 +9,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.after.sensitivity import log_prior_on_supports, slopes
+from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.basics.programs import precision
 
 KEY = jax.random.key(0)
@@ -111,3 +112,31 @@ def test_particles_answer_too():
     run = nf.SFVI(level).run(KEY, 0, silos, **QUIET)
     particles = nf.Tempered(num_particles=800).run(KEY, 60, run, **QUIET)
     assert particles.prior_sensitivity().diagnosis == ("prior and data in conflict",)
+
+
+def test_other_priors_give_the_exact_posterior_or_a_verdict_that_they_do_not():
+    def text(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        numpyro.sample("sd", dist.HalfNormal(1))
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Normal(mu, 2), obs=y)
+
+    silos = [dict(y=np.array([1.0, 4.0, 2.0])), dict(y=np.array([3.0, 6.0]))]
+    fitted = nf.fit(jax.random.key(0), text, silos, progress_bar=False)
+    other = fitted.with_priors({"mu": dist.Normal(2, 1), "sd": dist.Gamma(3.0, 4.0)})
+    precision = 1 + 5 / 4
+    mean = (2 + 16 / 4) / precision
+    draws, w = other.draws, other.weights
+    assert other.trusted
+    assert abs(w @ draws["mu"] - mean) < 0.1 * precision**-0.5
+    assert abs((w @ (draws["mu"] - mean) ** 2) ** 0.5 * precision**0.5 - 1) < 0.1
+    assert abs(w @ draws["sd"] - 0.75) < 0.05  # of the prior: no row reads it
+    assert "other priors of ['mu', 'sd']" in other.verdict
+    far = fitted.with_priors({"mu": dist.Normal(-9, 0.1)})
+    assert not far.trusted
+    with pytest.raises(ModelError, match="'x' is no global"):
+        fitted.with_priors({"x": dist.Normal()})
+    with pytest.raises(ModelError, match=r"shape \(\), and the prior"):
+        fitted.with_priors({"mu": dist.Normal(np.zeros(2), 1).to_event(1)})
+    with pytest.raises(ModelError, match="other priors than the text"):
+        other.prior_sensitivity()

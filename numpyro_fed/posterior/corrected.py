@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
+from numpyro.distributions import Distribution, biject_to
 
 from numpyro_fed.after.own_rows import WhichSilo
 from numpyro_fed.after.sensitivity import PriorSensitivity, log_prior_on_supports, slopes
@@ -21,7 +22,7 @@ from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.basics.trees import elements
 from numpyro_fed.posterior.built import CompiledMethod
 from numpyro_fed.posterior.leave_out import LeaveOut, Loo, rows_left_out, silos_left_out
-from numpyro_fed.posterior.posterior import Posterior
+from numpyro_fed.posterior.posterior import Posterior, Stage
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords
@@ -29,11 +30,11 @@ from numpyro_fed.posterior.weighted_draws import WeightedDraws
 from numpyro_fed.rounds.runtime import State
 from numpyro_fed.search.influence import SiloTable, Whitened
 from numpyro_fed.text.site_table import Site
-from numpyro_fed.weigh.element_errors import ElementErrors, Moments, Rounding
+from numpyro_fed.weigh.element_errors import ElementErrors, Moments, Rounding, moments
 from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.mixture import NUM_PARTS, mixture_at
 from numpyro_fed.weigh.proposals import Pool
-from numpyro_fed.weigh.weights import systematic_resample
+from numpyro_fed.weigh.weights import Weights, systematic_resample
 
 # Draws where the posterior without a silo may be, an exchange of them, and the share of those that
 # look beyond, as in nf.fit, which has compiled both.
@@ -133,6 +134,99 @@ class Corrected(Posterior, WeightedDraws[Result]):
         """Return draws of the globals on their own supports, to be weighted by ``weights``."""
         return on_supports(self.sampler, self.result, self.z_G)
 
+    @in_precision_of_object
+    def with_priors(self, priors: Mapping[str, Distribution]) -> Corrected:
+        r"""Return the posterior under other priors of some globals, with no exchange.
+
+        The draws :math:`z^s` get the weights
+
+        .. math::
+            w_s' \propto w_s \prod_g \frac{p'(z_g^s)}{p(z_g^s)}.
+
+        Parameters
+        ----------
+        priors : dict of str to Distribution
+            NumPyro distributions of the shape of the site's value, which depend on no other site.
+
+        Returns
+        -------
+        Corrected
+            With a verdict of its own: where the draws lie elsewhere than the new posterior, k-hat
+            says so, and a fit with these priors in the text is needed.
+
+        Raises
+        ------
+        ModelError
+            For a site that is no global latent, and a prior of another shape or support.
+
+        Examples
+        --------
+        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with nf.silo_plate("row", len(y)):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> silos = [dict(y=np.array([2.0, 3.0])), dict(y=np.array([4.0]))]
+        >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
+        >>> other = fitted.with_priors({"mu": dist.Normal(0, 1)})
+        >>> bool(other.trusted), bool(abs(other.weights @ other.draws["mu"] - 9 / 4) < 0.05)
+        (True, True)
+        """
+        fm, theta = self.result._fit.model, self.result.shared.theta
+        known = {s.name: s for s in fm.named("latent")}
+        draws, change = self.draws, np.zeros(len(self.weights))
+        own = jax.vmap(fm.prior_terms, (None, 0))(theta, jnp.asarray(self.z_G))
+        for name, prior in priors.items():
+            if name not in known:
+                raise ModelError(f"'{name}' is no global of the model, which has {[*known]}.")
+            site, value = known[name], jnp.asarray(draws[name])
+            bijection = biject_to(fm.structure.supports[name])
+            z = jnp.asarray(self.z_G)[:, site.start : site.stop].reshape(-1, *site.shape)
+            log_det = jax.vmap(bijection.log_abs_det_jacobian)(z, value)
+            try:
+                log_p = jax.vmap(prior.log_prob)(value)
+                inside = jax.vmap(prior.support)(value)
+            except (TypeError, ValueError) as error:
+                raise ModelError(
+                    f"'{name}' has the shape {value.shape[1:]}, and the prior {prior} another one: "
+                    f"{error}"
+                ) from error
+            whole = len(self.weights), *prior.shape()
+            if whole != value.shape:
+                raise ModelError(
+                    f"'{name}' has the shape {value.shape[1:]}, and its prior {prior.shape()}. "
+                    "Expand it: prior.expand([n]).to_event(1)."
+                )
+            terms = (np.asarray(a, float).reshape(len(change), -1) for a in (log_p, log_det))
+            new = sum(a.sum(1) for a in terms)
+            new = np.where(np.asarray(inside).reshape(len(change), -1).all(1), new, -np.inf)
+            change += new - np.asarray(own[name], float)
+        log_weights = self.log_weights + change
+        if not np.isfinite(log_weights).any():
+            raise ModelError("no draw has a density under these priors: put them into the text.")
+        weights, latents = Weights.of(log_weights), set(known)
+        found = moments(
+            self.z_G, weights.values, np.zeros(0, bool), self.result.many_draws_of_globals()
+        )
+        words = f"k-hat {weights.pareto_k:.2f}, {weights.ess:,.0f} draws count"
+        return replace(
+            self,
+            log_evidence=None,
+            ess=weights.ess,
+            pareto_k=weights.pareto_k,
+            weights=weights.values,
+            _key=random.fold_in(self._key, 6),
+            _moments=found,
+            _rounding=Rounding.of(self.z_G, weights.values, log_weights, found.mean, found.sd),
+            errors=ElementErrors.of(draws, latents, weights.values, labels=fm.labels),
+            log_weights=log_weights,
+            log_joint=None,
+            pool=None,
+            stages=(*self.stages, Stage(f"other priors of {[*priors]}", words, None)),
+            call=None,
+        )
+
     @cached_property
     def silos(self) -> SiloTable:
         """Return how far each silo moves the posterior, as :attr:`numpyro_fed.Result.silos` does.
@@ -222,7 +316,8 @@ class Corrected(Posterior, WeightedDraws[Result]):
         """Return the table of :meth:`prior_sensitivity`, computed once."""
         if self.log_joint is None:
             raise ModelError(
-                "a file of an earlier release has no densities of its draws: fit anew."
+                "these draws have no densities (they have other priors than the text, or are of a "
+                "file of an earlier release): fit anew."
             )
         fm, theta = self.result._fit.model, self.result.shared.theta
         chosen = systematic_resample(random.fold_in(self._key, 5), self.weights, len(self.weights))
