@@ -361,3 +361,126 @@ def test_groups_that_several_silos_share():
     fitted = nf.fit(KEY, f.model, silos, progress_bar=False)
     names = fitted.summary().index.tolist()
     assert {"r_ward[Skin]", "r_ward[heart]", "r_ward[zoo]"} <= set(names)
+
+
+def table(n=40, seed=1, **columns):
+    r = np.random.default_rng(seed)
+    return pd.DataFrame(dict(y=r.normal(size=n), age=r.uniform(20, 80, n)) | columns)
+
+
+def lines(f, word):
+    return [line.strip() for line in f.text.splitlines() if word in line]
+
+
+def test_levels_are_words_of_others_and_stay_words():
+    kinds = np.resize(["!Men", "Children's", '"+str(1/0)+"', 'a "b", c\\'], 40)
+    f = nf.formula("y ~ kind")
+    f.silos([table(kind=kinds)] * 2)
+    assert f.model is not None
+    names = f.agreed.names["kind"]
+    (labels,) = [
+        s.labels for s in split(f.model, read(f.silos([table(kind=kinds)] * 2))).sites if s.labels
+    ]
+    assert labels == tuple(f"kind[{name}]" for name in names[1:])
+
+
+def test_what_the_library_prints_otherwise_is_computed_by_the_library():
+    f = nf.formula("y ~ I((age - 50)**2) + offset(log(age / (1 + age)))")
+    silos = f.silos([table(), table(seed=2)])
+    square, offset = f.written.computed
+    age = table()["age"].to_numpy()
+    np.testing.assert_allclose(silos[0][square.expression], (age - 50) ** 2)
+    np.testing.assert_allclose(silos[0][offset.expression], np.log(age / (1 + age)))
+
+
+def test_without_an_intercept_nothing_is_centred():
+    f = nf.formula("y ~ 0 + age")
+    f.silos([table(), table(seed=2)])
+    assert lines(f, "eta = ") == ["eta = X @ b"]
+    assert not lines(f, "centre")
+
+
+def test_whether_a_time_is_a_bound_is_a_number():
+    bound = np.arange(40) > 2
+    f = nf.formula("t | cens(c) ~ age", family="weibull")
+    silos = f.silos([table(t=1.0, c=bound), table(t=1.0, c=~bound)])
+    assert silos[0]["c"].tolist() == bound.tolist()
+    assert silos[1]["c"].tolist() == (~bound).tolist()
+    with pytest.raises(DataError, match="'c': 1 where a time is a lower bound"):
+        nf.formula("t | cens(c) ~ age", family="weibull").silos([table(t=1.0, c=2)])
+
+
+def test_levels_are_the_same_in_any_type_and_in_their_order():
+    dose, t = np.resize([10, 2], 40), np.arange(40) % 3 == 0
+    grade = pd.Categorical(
+        np.resize(["low", "high", "mid"], 40), ["low", "mid", "high"], ordered=True
+    )
+    f = nf.formula("y ~ C(dose) + t + grade")
+    silos = f.silos(
+        [table(dose=dose, t=t, grade=grade), table(dose=dose * 1.0, t=t.astype(int), grade=grade)]
+    )
+    assert f.agreed.names == {"C_dose": ("2", "10"), "grade": ("low", "mid", "high")}
+    for name in ("C_dose", "t", "grade"):
+        np.testing.assert_array_equal(silos[0][name], silos[1][name])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("y | weights(sigma) ~ age", "a name 'sigma' of its own"),
+        ("y ~ class", "'class', a word of Python"),
+        ("y ~ age + (1 + offset(age) | silo)", "have an offset"),
+        ("y ~ age + (0 | silo)", "has no effect"),
+        ("y ~ I(age / 1e3)", "formulae does not read"),
+    ],
+)
+def test_what_no_text_can_be_written_of_is_refused(text, says):
+    f = nf.formula(text)
+    with pytest.raises(ModelError, match=says):
+        f.silos([table(sigma=1.5, **{"class": 1.0})] * 2)
+        _ = f.text
+
+
+def test_names_that_others_have_too_are_told_apart():
+    ward = np.resize(["a", "b", "c"], 40)
+    f = nf.formula("y ~ degree + ward + one + (1 | ward) + (1 | silo) + (0 + age | silo)")
+    silos = f.silos([table(degree=np.arange(40.0), ward=ward, one="x")] * 2)
+    assert {"ward", "ward_group", "n_ward_group", "degree"} <= set(silos[0])
+    assert "r_ward[ward_group] + r_silo[0] + age * r_silo_2[0]" in " ".join(f.text.split())
+    f = nf.formula("y ~ age", priors={"intercept": "dist.Normal(0.0, 1.0)"})
+    f.silos([table()] * 2)
+    with pytest.raises(ModelError, match="priors: there is no 'intercept'; known are .'Intercept'"):
+        _ = f.text
+    f = nf.formula("y ~ age", priors={"Intercept": "dist.Normal(7.0, 1.0)"})
+    f.silos([table()] * 2)
+    assert lines(f, "Intercept_centred") == [
+        'intercept = numpyro.sample("Intercept_centred", dist.Normal(7.0, 1.0))'
+    ]
+
+
+def test_priors_stand_where_the_data_are():
+    r = np.random.default_rng(0)
+    f = nf.formula("y ~ offset(log(py))", family="poisson")
+    f.silos([table(y=r.poisson(4.5, 40), py=1e5 * r.uniform(0.8, 1.2, 40))] * 2)
+    trace = handlers.trace(handlers.seed(f.model, 0)).get_trace(py=np.full(3, 1e5), y=np.ones(3))
+    assert abs(trace["Intercept"]["fn"].loc - np.log(4.5e-5)) < 0.2
+    f = nf.formula("y ~ s(day)")
+    f.silos(
+        [table(y=101325 + 0.5 * r.normal(size=40), day=1654321987 + 1e5 * r.normal(size=40))] * 2
+    )
+    day = 1654321987 + np.array([-2e5, -1e5, 0, 1e5])
+    trace = handlers.trace(handlers.seed(f.model, 0)).get_trace(day=day, y=day)
+    assert abs(trace["Intercept_centred"]["fn"].loc - 101325) < 1
+    assert len(np.unique(np.asarray(trace["mean"]["value"]))) == 4
+
+
+def test_new_rows_of_a_known_silo_have_its_groups():
+    f = nf.formula("y ~ age + (1 | ward)")
+    wards = {"A": np.resize(["a", "b"], 40), "B": np.resize(["b", "c"], 40)}
+    f.silos({name: table(ward=ward) for name, ward in wards.items()})
+    new = dict(age=[30.0], ward=["b"])
+    assert [f.silo(new, new=True, of=name)["ward"].tolist() for name in "AB"] == [[1], [0]]
+    with pytest.raises(DataError, match="'c' is no member of 'ward' at A"):
+        f.silo(dict(age=[30.0], ward=["c"]), new=True, of="A")
+    with pytest.raises(DataError, match="of='C': known are the silos"):
+        f.silo(new, new=True, of="C")

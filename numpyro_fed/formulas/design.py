@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import ndtri
 
@@ -27,8 +29,6 @@ PROTOTYPES = 400  # rows of the made-up table
 EXTRA = "formula"
 # Functions in a formula that the text computes.
 FUNCTIONS = {"log": "jnp.log", "exp": "jnp.exp", "sqrt": "jnp.sqrt", "I": ""}
-# Words of the library's formulas that are no columns.
-WORDS = {"bs", "poly", "center", "scale", "standardize", "offset", "df", "degree", *FUNCTIONS}
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,32 @@ class Design:
             if term.kind == "intercept":
                 intercept = True
             elif term.kind == "offset":
-                inner = in_text(name[len("offset(") : -1])
-                found = Columns(inner or _identifier(name), (name,), np.zeros(1), np.ones(1))
-                offsets.append(found if inner else _computed(found, name))
-            else:
                 values = np.asarray(common)[:, common.slices[name]].astype(float)
-                columns.append(_columns(name, term, values))
+                inner, centre = in_text(name[len("offset(") : -1]), np.array([np.nanmean(values)])
+                found = Columns(inner or _identifier(name), (name,), centre, np.ones(1))
+                same = bool(inner) and self._computes(found, values)
+                offsets.append(found if same else _computed(found, name))
+            elif term.labels:  # a column of one level has none
+                values = np.asarray(common)[:, common.slices[name]].astype(float)
+                found = _columns(name, term, values)
+                if not found.computed and not self._computes(found, values):
+                    found = _computed(replace(found, expression=_identifier(name)), name)
+                columns.append(found)
         return Terms(tuple(columns), intercept, tuple(offsets))
+
+    def _computes(self, columns: Columns, values: np.ndarray) -> bool:
+        """Return whether the text's expression has the library's values on the made-up table."""
+        table = self.prototype
+        names: dict[str, Any] = {"jax": jax, "jnp": jnp}
+        for column in table:
+            is_coded = column in self.agreed.names
+            own = table[column].cat.codes if is_coded else table[column]
+            names[column] = jnp.asarray(np.asarray(own))
+        with np.errstate(all="ignore"):
+            found = np.asarray(eval(columns.expression, names), float)
+        spread = np.nanstd(values, 0) + 1e-3 * np.abs(np.nanmean(values, 0)) + 1e-12
+        wrong = np.abs(found.reshape(len(values), -1) - values.reshape(len(values), -1)) / spread
+        return bool((np.nan_to_num(wrong) < 1e-3).all())
 
     def evaluated(self, frame: Any, columns: Columns) -> np.ndarray:
         """Return columns (rows, k), or one (rows,), that the library computes for a table."""
@@ -137,10 +156,14 @@ class Design:
         """Return the library's matrix of an expression on the made-up table."""
         functions = {"log": np.log, "exp": np.exp, "sqrt": np.sqrt}
         library = optional("formulae", EXTRA)
-        with np.errstate(all="ignore"):
-            return library.design_matrices(
-                expression, self.prototype, extra_namespace=functions
-            ).common
+        table = self.prototype
+        try:
+            with np.errstate(all="ignore"):
+                return library.design_matrices(expression, table, extra_namespace=functions).common
+        except Exception as error:
+            raise ModelError(
+                f"formulae does not read {expression!r}: {type(error).__name__}: {error}"
+            ) from error
 
     @cached_property
     def prototype(self) -> Any:
@@ -177,7 +200,7 @@ def expressions(grammar: Grammar) -> list[str]:
 def columns_read(grammar: Grammar) -> list[str]:
     """Return the columns that the terms of a formula read, without response and groups."""
     words = names_in(expressions(grammar)) | {s.column for s in grammar.smooths}
-    return sorted((words | set(grammar.additions.values())) - WORDS)
+    return sorted(words | set(grammar.additions.values()))
 
 
 def in_text(expression: str) -> str:

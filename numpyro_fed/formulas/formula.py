@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
 import linecache
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +46,8 @@ class Formula:
     shared: tuple[str, ...] = ()
     min_count: int = 5
     agreed: Agreed | None = None
+    # The members of groups within a silo by its name, which stay here.
+    _members: dict[str, dict[str, np.ndarray]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def grammar(self) -> Grammar:
@@ -92,11 +96,11 @@ class Formula:
                 )
         else:
             frames = {f"silo {n}": self._frame(f"silo {n}", table) for n, table in _named(tables)}
-            asked = list(frames.values())
             for name, frame in frames.items():
                 self._check(name, frame, [*read, grammar.response])
+            asked = [frame[frame[read].notna().all(axis=1)] for frame in frames.values()]
             if categorical is None:
-                categorical = [c for c in read if c in self.shared or not _is_numeric(asked[0][c])]
+                categorical = [c for c in read if self._is_categorical(c, asked)]
             if ordinal:
                 first, categories = _ordinal([frame[grammar.response] for frame in asked])
         categorical = [*dict.fromkeys([*categorical, *self.shared])]
@@ -104,11 +108,11 @@ class Formula:
         numeric += [] if ordinal else [grammar.response]
         of_levels, of_numbers = asked, asked
         if not isinstance(asked, Federation):
-            of_levels = [frame[categorical].astype(str) for frame in asked]
+            of_levels = [_strings(frame[categorical]) for frame in asked]
             of_numbers = [{c: _floats(frame[c]) for c in numeric} for frame in asked]
         known = levels(of_levels, categorical, min_count=self.min_count) if categorical else None
         if known is not None and not isinstance(asked, Federation):
-            known = _without_empty(known, of_levels)
+            known = _in_order(_without_empty(known, of_levels), asked)
         mean, sd = dict[str, float](), dict[str, float]()
         if numeric:
             found = moments(of_numbers, numeric)
@@ -147,8 +151,27 @@ class Formula:
         found = {name: self.silo(table, f"silo {name}") for name, table in _named(tables)}
         return found if isinstance(tables, Mapping) else list(found.values())
 
-    def silo(self, table: Any, name: str = "the silo", *, new: bool = False) -> dict[str, Any]:
-        """Return the data of one silo for the model, or of ``new`` rows, to predict for."""
+    def silo(
+        self, table: Any, name: str = "the silo", *, new: bool = False, of: object = None
+    ) -> dict[str, Any]:
+        """Return the data of one silo for the model, or of new rows to predict for.
+
+        Parameters
+        ----------
+        table : DataFrame or dict
+        name : str
+            What errors call it.
+        new : bool
+            Whether they are new rows, without an outcome.
+        of : str or int, optional
+            The silo, by name or number, whose groups (its wards, say) new rows belong to, for
+            ``predict(silo=)``. Without it groups are numbered anew, for ``predict(silo="new")``.
+
+        Raises
+        ------
+        DataError
+            For columns that the table lacks, and members of groups that the silo ``of`` has not.
+        """
         written, response = self.written, self.grammar.response
         frame = self._frame(name, table)
         of_groups = [f for group in written.own_groups for f in group.factors if f != SILO]
@@ -164,7 +187,7 @@ class Formula:
             )
             frame = frame[whole]
         known = written.design.agreed.levels
-        coded = frame if known is None else known.encode(frame[[*known]].astype(str), new=new)
+        coded = frame if known is None else known.encode(_strings(frame[[*known]]), new=new)
         found: dict[str, Any] = {}
         for column in written.columns:
             is_coded = known is not None and column in known
@@ -172,9 +195,17 @@ class Formula:
         for columns in written.computed:
             found[columns.expression] = written.design.evaluated(frame, columns)
         for group in written.own_groups:
-            own = frame[[f for f in group.factors if f != SILO]].astype(str).agg(":".join, axis=1)
-            members, codes = np.unique(own.to_numpy().astype(str), return_inverse=True)
-            found |= {group.name: codes.astype(np.int32), f"n_{group.name}": len(members)}
+            own = _strings(frame[[f for f in group.factors if f != SILO]]).agg(":".join, axis=1)
+            words, code = own.to_numpy().astype(str), written.codes_of(group)
+            members = np.unique(words)
+            if new and of is not None:
+                members = self._members_of(of)[group.name]
+            elif not new:
+                self._members.setdefault(name.removeprefix("silo "), {})[group.name] = members
+            if len(strange := np.setdiff1d(words, members)):
+                raise DataError(f"{name}: '{strange[0]}' is no member of '{group.name}' at {of}.")
+            codes = np.searchsorted(members, words).astype(np.int32)
+            found |= {code: codes, f"n_{code}": len(members)}
         if not new:
             y = _floats(frame[response]) - written.design.agreed.first
             is_code = self.distribution.ordinal and not np.isnan(y).any()
@@ -190,6 +221,8 @@ class Formula:
                 "formula.silos(tables) first, or formula.agree(tables)."
             )
         known = {*self.agreed.mean, *self.agreed.names}
+        if words := [c for c in columns_read(self.grammar) if keyword.iskeyword(c)]:
+            raise ModelError(f"a column is called '{words[0]}', a word of Python: rename it.")
         if lacking := [c for c in columns_read(self.grammar) if c not in known]:
             raise ModelError(f"silos have agreed on nothing about the column '{lacking[0]}'.")
         design = Design(self.grammar, self.agreed)
@@ -211,6 +244,22 @@ class Formula:
         model: Callable[..., Any] = names["model"]
         return model
 
+    def _members_of(self, silo: object) -> dict[str, np.ndarray]:
+        """Return the members of a silo's groups, as they were numbered for the fit."""
+        if str(silo) not in self._members:
+            raise DataError(f"of={silo!r}: known are the silos {[*self._members]}.")
+        return self._members[str(silo)]
+
+    def _is_categorical(self, column: str, frames: Sequence[Any]) -> bool:
+        """Return whether a column is one of categories at all silos."""
+        if column in self.shared:
+            return True
+        if column in self.grammar.additions.values():
+            return False
+        kinds = [_is_numeric(frame[column], also_bool=True) for frame in frames]
+        bools = [not _is_numeric(frame[column]) for frame in frames]
+        return not all(kinds) or all(bools)
+
     def _frame(self, name: str, table: Any) -> Any:
         """Return a table as a DataFrame, with a column of strings for each C(...)."""
         pandas = optional("pandas", EXTRA)
@@ -220,8 +269,8 @@ class Formula:
             raise DataError(
                 f"{name}: expected a DataFrame or a dict of columns: {error}"
             ) from error
-        made = {f"C_{c}": frame[c].astype(str) for c in self.grammar.factors if c in frame}
-        return frame.assign(**made)
+        own = [c for c in self.grammar.factors if c in frame]
+        return frame.assign(**{f"C_{c}": _strings(frame[[c]])[c] for c in own})
 
     def _check(self, name: str, frame: Any, columns: Sequence[str]) -> None:
         for column in columns:
@@ -232,6 +281,11 @@ class Formula:
                     f"{name}, '{column}': an outcome is a number, 0 or 1 for no or yes; got "
                     f"{frame[column].dtype}."
                 )
+        for word, column in self.grammar.additions.items():
+            if column not in frame or not _is_numeric(frame[column], also_bool=True):
+                raise DataError(f"{name}: {word}({column}) is a column of numbers.")
+            if word == "cens" and not frame[column].dropna().isin([0, 1]).all():
+                raise DataError(f"{name}, '{column}': 1 where a time is a lower bound, else 0.")
 
 
 def _named(tables: Any) -> list[tuple[Any, Any]]:
@@ -256,6 +310,34 @@ def _without_empty(known: Levels, frames: Sequence[Any]) -> Levels:
         found = {name for frame in frames for name in frame[column]}
         if known.other in own and found <= {*own}:
             names[column] = tuple(name for name in own if name != known.other or name in found)
+    return replace(known, names=names)
+
+
+def _strings(frame: Any) -> Any:
+    """Return a table's categories as strings; whole numbers are the same in any type."""
+
+    def word(value: object) -> str:
+        is_whole = isinstance(value, float | np.floating) and float(value).is_integer()
+        return str(int(value)) if is_whole else str(value)  # type: ignore[call-overload]
+
+    return frame.apply(lambda column: column.astype(object).map(word, na_action="ignore"))
+
+
+def _in_order(known: Levels, frames: Sequence[Any]) -> Levels:
+    """Return levels in their order: that of numbers, or of ordered categories."""
+    names = dict(known.names)
+    for column, own in names.items():
+        last = own[-1:] if own[-1] == known.other else ()
+        rest = own[: len(own) - len(last)]
+        orders = {tuple(getattr(frame[column].dtype, "categories", ())) for frame in frames}
+        ordered = all(getattr(frame[column].dtype, "ordered", False) for frame in frames)
+        if ordered and len(orders) == 1:
+            (order,) = orders
+            places = {str(name): i for i, name in enumerate(order)}
+            rest = tuple(sorted(rest, key=lambda name: places.get(name, -1)))
+        elif all(re.fullmatch(r"-?\d+(\.\d+)?", name) for name in rest):
+            rest = tuple(sorted(rest, key=float))
+        names[column] = (*rest, *last)
     return replace(known, names=names)
 
 

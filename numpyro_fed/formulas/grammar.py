@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from numpyro_fed.basics.errors import ModelError
 
@@ -23,11 +23,12 @@ class GroupEffect:
     expression: str
     factors: tuple[str, ...]
     correlated: bool = True
+    number: int = 1  # of those of this group, from 1 on
 
     @property
     def name(self) -> str:
         """Return the group's name in the text."""
-        return "_".join(self.factors)
+        return "_".join([*self.factors, *[str(self.number)] * (self.number > 1)])
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,9 @@ def parse(formula: str) -> Grammar:
     for term in _at_top(rest[0], "+"):
         inner = term[1:-1] if _is_enclosed(term) else ""
         if "|" in inner:
-            groups += _group_effects(inner)
+            for effect in _group_effects(inner):
+                before = sum(g.factors == effect.factors for g in groups)
+                groups.append(replace(effect, number=1 + before))
         elif found := re.fullmatch(r"s\(\s*(\w+)\s*(?:,\s*k\s*=\s*(\d+)\s*)?\)", term):
             smooths.append(Smooth(found[1], int(found[2] or 10)))
             common.append(found[1])
@@ -131,5 +134,6 @@ def _at_top(text: str, mark: str, *, opening: bool = True) -> list[str]:
 
 
 def names_in(expressions: Sequence[str]) -> set[str]:
-    """Return all words of expressions, among them the columns that they read."""
-    return {word for one in expressions for word in re.findall(r"[A-Za-z_]\w*", one)}
+    """Return the names that expressions read: not those of functions and their arguments."""
+    pattern = r"(?<![\w.])([A-Za-z_]\w*)(?!\w)(?!\s*[(.])(?!\s*=[^=])"
+    return {word for one in expressions for word in re.findall(pattern, one)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from numpyro_fed.formulas.grammar import SILO, GroupEffect, Smooth, names_in
 WIDE = 2.5  # of priors, in sds of the outcomes, as in rstanarm
 OF_SILOS = 1.0  # the same of the sd of silos' effects: few silos say little of it
 REACH = 2.5  # sds of a column from its mean, beyond which a smooth function is a line
-HEAD = '''"""{formula}, family {family}."""
+HEAD = """# {formula}, family {family}
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +30,7 @@ import numpyro.distributions as dist
 import numpyro_fed as nf
 
 
-'''
-# The names in a text that no column may have.
-OWN = {"X", "b", "centre", "dist", "eta", "intercept", "jax", "jnp", "nf", "numpyro", "cutpoints"}
+"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Text:
     @property
     def arguments(self) -> list[str]:
         """Return the names of all arguments but the outcome."""
-        of_groups = [name for g in self.own_groups for name in (g.name, f"n_{g.name}")]
+        codes = [self.codes_of(g) for g in self.own_groups]
+        of_groups = [name for code in codes for name in (code, f"n_{code}")]
         return [*self.columns, *(c.expression for c in self.computed), *of_groups]
 
     @property
@@ -85,8 +86,6 @@ class Text:
 
     def __str__(self) -> str:
         grammar = self.design.grammar
-        if own := sorted({*self.arguments, grammar.response} & OWN):
-            raise ModelError(f"the text has a name {own[0]!r} of its own: rename that column.")
         outside, sums = list(self._coefficients()), self._sums_of_coefficients
         for smooth in grammar.smooths:
             outside += self._smooth_prior(smooth)
@@ -95,7 +94,8 @@ class Text:
         outside += [self._sample(name, prior) for name, prior in self._parameters]
         inside = [line for smooth in grammar.smooths for line in _smooth(smooth, self.design)]
         inside += [f"X = {_matrix(self.design.common.columns)}"] if sums[-1:] == ["XB"] else []
-        sums = ["(X - centre) @ b" if s == "XB" else s for s in sums]
+        product = "(X - centre) @ b" if self._is_centred else "X @ b"
+        sums = [product if s == "XB" else s for s in sums]
         sums += [offset.expression for offset in self.design.common.offsets]
         sums += [f"s_{smooth.column}" for smooth in grammar.smooths]
         sums += [self._group_sum(g, self.design.terms_of(g.expression)) for g in grammar.groups]
@@ -106,14 +106,39 @@ class Text:
         arguments = ", ".join([*self.arguments, f"{grammar.response}=None"])
         lines = [f"def model({arguments}):", *(f"    {line}" for line in outside)]
         lines += [f'    with nf.silo_plate("row", {self.rows}):', *(f"        {i}" for i in inside)]
-        head = HEAD.format(formula=self.formula, family=self.family)
-        return head + "".join(f"{_wrapped(line)}\n" for line in lines)
+        head = HEAD.format(formula=" ".join(self.formula.split()), family=self.family)
+        text = head + "".join(f"{_wrapped(line)}\n" for line in lines)
+        self._check(text)
+        return text
+
+    def _check(self, text: str) -> None:
+        """Raise an error for columns whose names the text has, and for priors that nobody has."""
+        arguments = {*self.arguments, self.design.grammar.response}
+        found = list(ast.walk(ast.parse(text)))
+        own = {n.id for n in found if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        own |= {"dist", "jax", "jnp", "nf", "numpyro"}
+        if taken := sorted(arguments & own):
+            raise ModelError(f"the text has a name {taken[0]!r} of its own: rename that column.")
+        calls = (n for n in found if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))
+        sites = {n.args[0].value for n in calls if n.func.attr == "sample"}  # type: ignore[attr-defined]
+        known = {*sites, "Intercept", "cutpoints", "sd"}
+        if unknown := sorted({*self.priors} - known):
+            raise ModelError(f"priors: there is no {unknown[0]!r}; known are {sorted(known)}.")
+
+    def _prior(self, name: str, prior: str) -> str:
+        """Return the user's prior of a site, or this one."""
+        return self.priors.get(name, self.priors.get(name.removesuffix("_centred"), prior))
 
     @property
     def _sums_of_coefficients(self) -> list[str]:
         common = self.design.common
         one = ["intercept"] if common.intercept and not self.distribution.ordinal else []
         return [*one, *["XB"] * bool(common.labels)]
+
+    @property
+    def _is_centred(self) -> bool:
+        """Return whether columns are centred: not without an intercept, which takes it back."""
+        return self.design.common.intercept or self.distribution.ordinal
 
     def _coefficients(self) -> Iterator[str]:
         """Return the lines of the intercept, or of cutpoints, and of the coefficients."""
@@ -124,18 +149,19 @@ class Text:
             ordered = "dist.transforms.OrderedTransform()"
             prior = f"dist.TransformedDistribution({base}, {ordered})"
             name = "cutpoints_centred" if common.labels else "cutpoints"
-            words = self.priors.get("cutpoints", prior)
-            yield f'cutpoints = numpyro.sample("{name}", {words})'
+            yield f"cutpoints = {self._site(name, prior)}"
         if has_one:
-            prior = f"dist.Normal({_number(self._location)}, {_number(WIDE * self.scale)})"
+            where = _number(self._location, self.scale)
+            prior = f"dist.Normal({where}, {_number(WIDE * self.scale)})"
             name = "Intercept_centred" if common.labels else "Intercept"
-            words = self.priors.get("Intercept", prior)
-            yield f'intercept = numpyro.sample("{name}", {words})'
+            yield f"intercept = {self._site(name, prior)}"
         if common.labels:
             width = np.concatenate([c.width for c in common.columns])
             prior = f"dist.Normal(0.0, {_array(WIDE * self.scale / width)}).to_event(1)"
             yield f"b = {self._site('b', prior, common.labels)}"
-            yield f"centre = {_array(np.concatenate([c.centre for c in common.columns]))}"
+            if self._is_centred:
+                centre = np.concatenate([c.centre for c in common.columns])
+                yield f"centre = {_array(centre, width)}"
         if has_one and common.labels:
             yield 'numpyro.deterministic("Intercept", intercept - centre @ b)'
         if self.distribution.ordinal and common.labels:
@@ -143,16 +169,17 @@ class Text:
 
     @property
     def _location(self) -> float:
-        """Return where the intercept is about: the link of the outcomes' mean."""
+        """Return where the intercept is about: the link of the outcomes' mean, less offsets."""
         agreed, grammar = self.design.agreed, self.design.grammar
         mean = agreed.mean[grammar.response]
+        offset = sum(float(c.centre[0]) for c in self.design.common.offsets)
         if self.distribution.link == "log":
-            return math.log(max(mean, 1e-3))
+            return math.log(max(mean, 1e-3)) - offset
         if self.distribution.link == "identity":
-            return mean
+            return mean - offset
         trials = grammar.additions.get("trials")
         share = min(max(mean / agreed.mean[trials] if trials else mean, 0.01), 0.99)
-        return math.log(share / (1 - share))
+        return math.log(share / (1 - share)) - offset
 
     @property
     def _parameters(self) -> list[tuple[str, str]]:
@@ -164,8 +191,9 @@ class Text:
 
     def _site(self, name: str, prior: str, labels: Sequence[str] = ()) -> str:
         """Return a latent with the user's prior, or this one."""
-        words = f', infer={{"labels": {list(labels)}}}'.replace("'", '"') if labels else ""
-        return f'numpyro.sample("{name}", {self.priors.get(name, prior)}{words})'
+        # As JSON: levels are words of silos, which must stay words whatever is in them.
+        words = f', infer={{"labels": {json.dumps(list(labels))}}}' if labels else ""
+        return f'numpyro.sample("{name}", {self._prior(name, prior)}{words})'
 
     def _smooth_prior(self, smooth: Smooth) -> Iterator[str]:
         x, k = smooth.column, smooth.size
@@ -179,9 +207,12 @@ class Text:
     def _group_prior(self, group: GroupEffect, terms: Terms) -> Iterator[str]:
         """Return the lines of a group's latents."""
         name, labels = group.name, [*["Intercept"] * terms.intercept, *terms.labels]
+        if terms.offsets:
+            raise ModelError(f"the effects of '{name}' have an offset, which is no effect.")
         width = np.concatenate([np.ones(int(terms.intercept)), *(c.width for c in terms.columns)])
         sds = (OF_SILOS if group.factors == (SILO,) else WIDE) * self.scale / width
         prior, k = self.priors.get("sd", ""), len(labels)
+        index = self._index(group)
         if not k:
             raise ModelError(f"the group '{name}' has no effect: write (1 | {name}).")
         if k == 1:
@@ -194,18 +225,28 @@ class Text:
             if group.correlated:
                 yield self._sample(f"cor_{name}", f"dist.LKJCholesky({k}, 1.0)")
                 each = f"dist.MultivariateNormal(scale_tril=sd_{name}[:, None] * cor_{name})"
-        if name not in self.shared:
-            size = "1" if group.factors == (SILO,) else f"n_{name}"
+        if group.factors[0] not in self.shared:
+            size = "1" if group.factors == (SILO,) else f"n_{index}"
             yield f'with nf.silo_plate("{name}", {size}):'
             yield f'    r_{name} = numpyro.sample("r_{name}", {each})'
             return
-        members = list(self.design.agreed.names[name])
+        members = list(self.design.agreed.names[group.factors[0]])
         yield f'with numpyro.plate("{name}s", {len(members)}):'
         yield f"    r_{name} = {self._site(f'r_{name}', each, members if k == 1 else ())}"
 
+    def _index(self, group: GroupEffect) -> str:
+        """Return the argument that has the member of each row; 0 for the silo."""
+        if group.factors == (SILO,):
+            return "0"
+        return group.factors[0] if group.factors[0] in self.shared else self.codes_of(group)
+
+    def codes_of(self, group: GroupEffect) -> str:
+        """Return the argument with the codes of a group, which is no column by another name."""
+        return f"{group.name}_group" if group.name in self.columns else group.name
+
     def _group_sum(self, group: GroupEffect, terms: Terms) -> str:
         """Return what a group adds to the linear predictor."""
-        of_row = f"r_{group.name}[{0 if group.factors == (SILO,) else group.name}]"
+        of_row = f"r_{group.name}[{self._index(group)}]"
         if terms.intercept and not terms.columns:
             return of_row
         if len(terms.labels) == 1 and not terms.intercept:
@@ -232,9 +273,10 @@ class Text:
 def _smooth(smooth: Smooth, design: Design) -> Iterator[str]:
     """Return the lines of a smooth function at the rows."""
     x, agreed = smooth.column, design.agreed
-    mean, sd = _number(agreed.mean[x]), _number(agreed.sd[x] or 1.0)
+    sd = agreed.sd[x] or 1.0
+    in_sds = f"({x} - {_number(agreed.mean[x], sd)}) / {_number(sd)}"
     reach = _number(REACH)
-    yield f"at_{x} = jnp.clip(({x} - {mean}) / {sd}, -{reach}, {reach}) + {reach}"
+    yield f"at_{x} = jnp.clip({in_sds}, -{reach}, {reach}) + {reach}"
     yield f"s_{x} = jnp.cos(at_{x}[:, None] * wave_{x} * jnp.pi / {2 * REACH}) @ weight_{x}"
 
 
@@ -244,19 +286,23 @@ def _matrix(columns: Sequence[Columns]) -> str:
     return f"jnp.column_stack([{', '.join(c.expression for c in columns)}])"
 
 
-def _number(value: float) -> str:
-    """Return a number of four digits, with a point."""
-    return repr(float(f"{float(value):.4g}"))
+def _number(value: float, scale: float = 0.0) -> str:
+    """Return a number of four digits, or of as many as it needs to be right to the scale."""
+    digits = 4
+    if value and scale:
+        digits = max(4, 3 + math.ceil(math.log10(abs(value) / scale)))
+    return repr(float(f"{float(value):.{digits}g}"))
 
 
-def _array(values: np.ndarray) -> str:
-    return f"jnp.array([{', '.join(map(_number, values))}])"
+def _array(values: np.ndarray, scales: np.ndarray | None = None) -> str:
+    scales = np.zeros(len(values)) if scales is None else scales
+    return f"jnp.array([{', '.join(map(_number, values, scales))}])"
 
 
 def _wrapped(line: str) -> str:
     """Return a line of at most a hundred characters, cut behind commas that are in no string."""
     indent = " " * (len(line) - len(line.lstrip()) + 4)
-    parts, found = re.findall(r'(?:"[^"]*"|:, |[^",])*(?:, |$)', line), [""]
+    parts, found = re.findall(r'(?:"(?:\\.|[^"\\])*"|:, |[^",])*(?:, |$)', line), [""]
     for part in parts:
         if found[-1].strip() and len(found[-1] + part.rstrip()) > 100:
             found[-1] = found[-1].rstrip()
