@@ -89,6 +89,7 @@ def test_groups_outcomes_and_sites_of_several_numbers(fitted):
         (dict(site="p", by="x", num_groups=2), "by='x' is no argument of whole numbers"),
         (dict(site="p", by="ward"), "num_groups=0: pass both"),
         (dict(site="p", by="ward", num_groups=4), r"the groups \[3\] have no rows"),
+        (dict(site="p", by="ward", num_groups=2), "20 rows have codes beyond 0 to 1"),
     ],
 )
 def test_what_cannot_be_averaged_is_refused(fitted, how, says):
@@ -103,11 +104,10 @@ def test_calibration_counts_every_row_once_and_its_auc_is_that_of_the_rows(fitte
     assert table.rows.sum((0, 2)).tolist() == np.bincount(y).tolist()
     assert table.rows.sum((1, 2)).tolist() == [30, 20, 12]
     mean = p.mean(0)
-    np.testing.assert_allclose(
-        table.probabilities.sum((0, 2)), [mean[y == 0].sum(), mean[y == 1].sum()]
-    )
-    pairs = mean[y == 1][:, None] - mean[y == 0]
-    assert abs(table.auc - ((pairs > 0) + (pairs == 0) / 2).mean()) < 0.01
+    np.testing.assert_allclose(table.probabilities.sum(), mean.sum())
+    silo = np.repeat(range(3), [30, 20, 12])
+    pairs = mean[y == 1][:, None] > mean[y == 0]
+    assert abs(table.auc - pairs[silo[y == 1][:, None] == silo[y == 0]].mean()) < 1e-9
     assert "AUC" in str(table)
     frame = table.to_frame()
     assert frame["rows"].sum() == 62
@@ -179,3 +179,71 @@ def test_a_silo_tells_no_groups_or_bins_of_few_rows():
     with pytest.raises(RefusedError, match="bins of 3 rows are asked for"):
         there.calibration(KEY, min_count=3, num_draws=20)
     assert there.calibration(KEY, num_draws=20).rows.sum() == 62
+
+
+def masked_visits(x, seen, y):
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    with nf.silo_plate("row", x.shape[0]):
+        p = numpyro.deterministic("p", jax.nn.sigmoid(b * x))
+        law = dist.Bernoulli(p[:, None] * jnp.ones(3))
+        numpyro.sample("y", law.mask(seen).to_event(1), obs=y)
+
+
+def test_masked_elements_are_no_outcomes():
+    r = np.random.default_rng(0)
+    silos = []
+    for n in (12, 9):
+        seen = r.uniform(size=(n, 3)) < 0.6
+        y = np.where(seen, 1, 0)  # what is masked is padded by zeros
+        silos.append(dict(x=r.normal(size=n), seen=seen, y=y))
+    fitted = nf.fit(KEY, masked_visits, silos, **QUIET)
+    table = fitted.calibration(KEY, min_count=1, num_draws=20)
+    assert table.rows.sum((0, 2)).tolist() == [0, sum(s["seen"].sum() for s in silos)]
+
+
+def of_covariates(x, z, z_seen, y):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    with nf.silo_plate("row", y.shape[0]):
+        x = numpyro.sample("x", dist.Normal(0, 1), obs=x)
+        z = numpyro.sample("z", dist.Normal(0, 1), obs=z, obs_mask=z_seen)
+        at = numpyro.deterministic("at", b[0] * x + b[1] * z)
+        numpyro.sample("y", dist.Normal(at, 1), obs=y)
+
+
+def test_a_covariate_with_a_distribution_takes_what_it_is_changed_to():
+    r = np.random.default_rng(0)
+    silos = []
+    for n in (12, 9):
+        x, z, seen = r.normal(size=n), r.normal(size=n), r.uniform(size=n) < 0.7
+        silos.append(dict(x=x, z=np.where(seen, z, 0.0), z_seen=seen, y=x - z + r.normal(size=n)))
+    fitted = nf.fit(KEY, of_covariates, silos, **QUIET)
+    b = np.asarray(fitted.sample_posterior(KEY, 30)["b"])
+    found = fitted.average(KEY, "at", {"x": 2.0, "z": -1.0}, num_draws=30)
+    np.testing.assert_allclose(found.draws, 2 * b[:, 0] - b[:, 1], rtol=1e-6)
+    one, other = (np.asarray(fitted.average(KEY, "at", {"x": v}, num_draws=30)) for v in (1, 0))
+    np.testing.assert_allclose(one - other, b[:, 0], rtol=1e-6)
+
+
+def effect_of_silo(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 3))
+    with nf.silo_plate("hospital", 1):
+        u = numpyro.sample("u", dist.Normal(0, 1))
+        numpyro.deterministic("effect", 2 * u)
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu + 2 * u[0], 1), obs=y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tells", [False, True])
+def test_an_effect_that_a_silo_does_not_tell_is_no_average_either(tells):
+    names = {"effect_of_silo": effect_of_silo}
+    policy = nf.Policy(min_rows=1, parameters_per_row=1.0, tell_latents=tells)
+    silos = [dict(y=m + np.arange(9.0) / 9) for m in (0, 1, 3)]
+    nodes = [nf.Silo(s, names=names, policy=policy) for s in silos]
+    apart = nf.Federation(InMemory([n.answer for n in nodes]), names=names)
+    there = nf.fit(KEY, effect_of_silo, apart, **QUIET)
+    if tells:
+        assert there.average(KEY, "effect", num_draws=20).rows == 3
+        return
+    with pytest.raises(RefusedError, match=r"an average over 1 rows .*tell_latents"):
+        there.average(KEY, "effect", num_draws=20)

@@ -436,8 +436,8 @@ def test_levels_are_the_same_in_any_type_and_in_their_order():
 )
 def test_what_no_text_can_be_written_of_is_refused(text, says):
     f = nf.formula(text)
+    f.agree([table(sigma=1.5, **{"class": 1.0})] * 2)
     with pytest.raises(ModelError, match=says):
-        f.silos([table(sigma=1.5, **{"class": 1.0})] * 2)
         _ = f.text
 
 
@@ -449,7 +449,9 @@ def test_names_that_others_have_too_are_told_apart():
     assert "r_ward[ward_group] + r_silo[0] + age * r_silo_2[0]" in " ".join(f.text.split())
     f = nf.formula("y ~ age", priors={"intercept": "dist.Normal(0.0, 1.0)"})
     f.silos([table()] * 2)
-    with pytest.raises(ModelError, match="priors: there is no 'intercept'; known are .'Intercept'"):
+    with pytest.raises(
+        ModelError, match=r"priors: there is no 'intercept'; known are .'Intercept'"
+    ):
         _ = f.text
     f = nf.formula("y ~ age", priors={"Intercept": "dist.Normal(7.0, 1.0)"})
     f.silos([table()] * 2)

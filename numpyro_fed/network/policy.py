@@ -240,12 +240,24 @@ class Policy:
                 "a group of rows by which averages are asked for has fewer rows here than this "
                 f"silo's policy tells of ({self.min_count}, min_count). Join it with another."
             )
-        if min_count is not None and min_count < self.min_count:
+        if min_count is not None and min_count != self.min_count:
             raise ModelError(
                 f"bins of {min_count} rows are asked for, where this silo's policy tells of "
-                f"{self.min_count} (min_count). Ask by calibration(..., min_count="
-                f"{self.min_count})."
+                f"{self.min_count} alone (min_count): answers for two numbers differ by single "
+                f"rows. Ask by calibration(..., min_count={self.min_count})."
             )
+
+    def check_average(self, num_rows: int, *, is_told: bool) -> None:
+        """Raise an error for an average over few rows; of latents that rows share it is one too."""
+        if is_told and num_rows >= self.min_count:
+            return
+        if not is_told and self.tell_latents:
+            return
+        raise ModelError(
+            f"an average over {num_rows} rows is asked for, where this silo's policy tells of "
+            f"{self.min_count} (min_count)"
+            + ("." if is_told else ", and of what rows share under tell_latents or secure sums.")
+        )
 
     def check_exchange(self, name: str, stage: str) -> None:
         """Raise an error for an exchange that the owner does not allow.

@@ -341,7 +341,10 @@ class Silo:
             self._policy.check_rows_with_outcome(runs.rows_that_count())
         if question.exchange in (AVERAGE, CALIBRATION):
             about = _json(question.settings)
-            by = about.get("by")
+            by, outer, number = about.get("by"), *runs.rows_of(about["site"])
+            if question.exchange == CALIBRATION:
+                self._policy.check_rows_with_outcome(runs.rows_that_count())
+            self._policy.check_average(number, is_told=not outer or SUM in head)
             self._policy.check_groups(runs.array(by) if by else None, about.get("min_count"))
         cost = self._ledger.spending_evaluations(question.exchange, evaluations(question, arrays))
         if SUM not in head:

@@ -191,6 +191,13 @@ class SiloRuns:
         """Return the number of the silo's rows that have an outcome, once a plan is accepted."""
         return self.method.rows_that_count(self._programs.built, self._data)
 
+    def rows_of(self, site: str) -> tuple[bool, int]:
+        """Return whether other rows share the latents of a site's rows, and how many these are."""
+        fm = self._programs.built.model
+        plate = next((s.plate for s in fm.sites if s.name == site), None)
+        outer = any(p.name == plate and p.outer for p in fm.plates)
+        return outer, fm.sizes(self._data).get(plate or "", 0)
+
     def array(self, name: str) -> np.ndarray:
         """Return an array of the silo's data."""
         return np.asarray(self._data.arrays[name])

@@ -40,11 +40,12 @@ from numpyro_fed.rounds.names import AVERAGE, CALIBRATION
 from numpyro_fed.rounds.progress import shows
 from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
 from numpyro_fed.search.expand import shape
-from numpyro_fed.text.handlers import without_outcomes
+from numpyro_fed.text.handlers import OBSERVED, UNOBSERVED, without_outcomes
 from numpyro_fed.text.log_density import FederatedModel, outcomes_at
 from numpyro_fed.text.plan import Facts
 from numpyro_fed.text.silo_plate import silo_plate_of
-from numpyro_fed.text.trace import VALUE
+from numpyro_fed.text.trace import ARRAY, VALUE
+from numpyro_fed.text.trace import OBSERVED as OBSERVED_VALUE
 from numpyro_fed.weigh.log_likelihoods import at_draws, shape_of_draws, with_globals
 
 NOT_FINITE = "the averages are not finite at {}."
@@ -144,12 +145,20 @@ class AveragesOverRows(Questions):
         checked_site(fit.model, site, ("deterministic", "observed"))
         if by is not None and by not in {a.name for a in fit.facts.arguments if a.dtype[0] in "iu"}:
             raise DataError(f"by='{by}' is no argument of whole numbers that all silos have.")
+        plates = {a.name: a.plates for a in fit.facts.arguments}
+        own = next(s.plate for s in fit.model.sites if s.name == site)
+        if by is not None and own not in plates[by]:
+            raise DataError(f"by='{by}' groups rows of {plates[by]}, and '{site}' is of '{own}'.")
         if (by is None) != (num_groups == 0) or num_groups < 0:
             raise ValueError(f"by={by!r}, num_groups={num_groups}: pass both, or none of them.")
         changed = checked_changes(fit.facts, changes or {})
-        settings = {"site": site, "changes": changed, "by": by, "num_groups": num_groups}
+        settings = {"site": site, "changes": changed, "by": by, "num_groups": int(num_groups)}
         up: Sums = self._asked(key, num_draws, AVERAGE, average_exchange, settings)
         rows = np.asarray(up.rows, float)
+        if float(up.left_out):
+            raise DataError(
+                f"by='{by}': {float(up.left_out):.0f} rows have codes beyond 0 to {num_groups - 1}."
+            )
         if not rows.all():
             where = f"by='{by}': the groups {np.flatnonzero(rows == 0).tolist()} have"
             raise DataError(f"{where if by else 'the silos have'} no rows to average over.")
@@ -180,13 +189,16 @@ class AveragesOverRows(Questions):
         by_silo : bool
             Whether to tell silos apart, which secure sums cannot.
         min_count : int
-            The least number of rows of a bin: a bin of fewer joins the next one at its silo.
+            The least number of rows of a bin: a bin of fewer joins the next one at its silo. A silo
+            in another process answers for the ``min_count`` of its policy alone: answers for two of
+            them would differ by single rows.
         num_draws : int
 
         Returns
         -------
         Calibration
-            A table that prints, with ``.auc``, by bins of 0.05 in log odds.
+            A table that prints, by groups of rows in the order of what was predicted, with
+            ``.auc`` over pairs of rows of one silo.
 
         Raises
         ------
@@ -221,6 +233,8 @@ class AveragesOverRows(Questions):
         run = self.run_behind
         fm = run._fit.model
         outcomes = [s.name for s in fm.sites if s.kind == "observed" and s.plate is not None]
+        if site is None and len(outcomes) != 1:
+            raise ModelError(f"the model has the outcomes {outcomes}: say which, site=.")
         site = site or outcomes[0]
         checked_site(fm, site, ("observed",))
         kind = fm.traces.at(fm.silo).supports.get(site)
@@ -231,9 +245,10 @@ class AveragesOverRows(Questions):
             )
         settings = {"site": site, "by_silo": by_silo, "min_count": min_count}
         up: Predicted = self._asked(key, num_draws, CALIBRATION, calibration_exchange, settings)
-        rows, sums = (np.asarray(a, float).reshape(-1, 2, NUM_BINS) for a in up)
+        rows = np.asarray(up.rows, float).reshape(-1, 2, NUM_BINS)
+        sums = np.asarray(up.probabilities, float).reshape(-1, NUM_BINS)
         names = names_or_numbers(run._silos.names, run.num_silos) if by_silo else ()
-        return Calibration(rows, sums, names)
+        return Calibration(rows, sums, np.asarray(up.pairs, float).reshape(-1, 2), names)
 
     def _asked(
         self,
@@ -290,17 +305,25 @@ class Average:
 
 
 class Sums(NamedTuple):
-    """A silo's reply: sums of a site over rows (n, groups, ...), and the rows (groups,)."""
+    """A silo's reply: sums of a site (n, groups, ...), rows (groups,), and rows in no group ()."""
 
     totals: Array
     rows: Array
+    left_out: Array
 
 
 class Predicted(NamedTuple):
-    """A silo's reply: rows (2, bins) with outcome 0 and 1, and the sums of their probabilities."""
+    """A silo's reply.
+
+    ``rows`` (2, bins): The numbers of rows with outcome 0 and 1.
+    ``probabilities`` (bins,): The sums of the probabilities predicted for them.
+    ``pairs`` (2,): Of pairs of rows with outcome 0 and 1 the number in which the latter was
+        predicted higher, ties by half, and the number of all.
+    """
 
     rows: Array
     probabilities: Array
+    pairs: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,14 +350,35 @@ class SiteAtRows:
 
     def of_text(self, key: Array, values: Mapping[str, Array], data: SiloData) -> Array:
         """Return them at these values of latents and parameters; others are drawn by the key."""
-        fm = self.built.model
-        text = handlers.substitute(without_outcomes(fm.text, fm.covariates), data=dict(values))
-        changed = replace(data, arrays=self._changed(data.arrays))
-        with TRACING, handlers.block():
-            trace = handlers.trace(handlers.seed(text, key)).get_trace(**changed.kwargs)
+        fm, changed = self.built.model, replace(data, arrays=self._changed(data.arrays))
+        # Other outcomes are as they are, a covariate that the text models among them.
+        kept = [s.name for s in fm.sites if s.kind == "observed" and s.name != self.site]
+
+        def run(values: Mapping[str, Array]) -> dict[str, Any]:
+            text = handlers.substitute(without_outcomes(fm.text, kept), data=dict(values))
+            with TRACING, handlers.block():
+                found: dict[str, Any] = handlers.trace(handlers.seed(text, key)).get_trace(
+                    **changed.kwargs
+                )
+            return found
+
+        trace = run(values)
+        if overwritten := self._overwritten(data):
+            observed = {n: trace[n.removesuffix(UNOBSERVED) + OBSERVED] for n in overwritten}
+            trace = run({**values, **{n: site["value"] for n, site in observed.items()}})
         site = trace[self.site]
         value = mean_of(site) if site["type"] == "sample" else jnp.asarray(site["value"])
         return jnp.moveaxis(value, self._axis(site, value, data), 0)
+
+    def _overwritten(self, data: SiloData) -> list[str]:
+        """Return the latents of missing covariates (``obs_mask``) that a change decides over."""
+        trace = self.built.model.traces.at(data)
+        covariates = (name.removesuffix(OBSERVED) for name in self.built.model.covariates)
+        return [
+            name + UNOBSERVED
+            for name in covariates
+            if trace.reads((OBSERVED_VALUE, name + OBSERVED), ARRAY) & {*self.changes}
+        ]
 
     @property
     def plate(self) -> str:
@@ -393,6 +437,7 @@ def average_exchange(
         given = at_draws(built.algorithm, down, state, data)
         rows = fm.sizes(data)[at_rows.plate]
         counts = data.masked(at_rows.plate, jnp.ones(rows))[:, None]
+        whole = counts.sum()
         if by:
             counts = counts * jax.nn.one_hot(data.arrays[by], number, dtype=counts.dtype)
 
@@ -406,11 +451,11 @@ def average_exchange(
 
         draws = jnp.arange(n), down.z_G, given.coordinates.u
         size = max(1, min(n, ROWS_AT_ONCE // max(rows, 1)))
-        return Sums(map_in_batches(at, draws, size), counts.sum(0))
+        return Sums(map_in_batches(at, draws, size), counts.sum(0), whole - counts.sum())
 
     def messages() -> tuple[GlobalDraws, Sums]:
         down = shape_of_draws(built.guide, built.algorithm, (n, fm.dim))
-        return down, Sums(shape(n, number, *settings["shape"]), shape(number))
+        return down, Sums(shape(n, number, *settings["shape"]), shape(number), shape())
 
     return _exchange(AVERAGE, silo, messages, settings, little=little)
 
@@ -435,14 +480,16 @@ def calibration_exchange(
         start = jnp.zeros((rows, *settings["shape"]))
         p = jax.lax.scan(add, start, draws)[0].ravel() / n
         axis = outcome.axes.index(at_rows.plate)
-        y = jnp.moveaxis(outcome.value, axis, 0)
-        seen = outcome.seen & (data.masked(at_rows.plate, jnp.ones(rows)) > 0)
-        counts = (seen.reshape(-1, *[1] * (y.ndim - 1)) & ~jnp.isnan(y)).ravel()
-        return binned(p, y.ravel(), counts, settings["min_count"])
+        y, elements = (jnp.moveaxis(a, axis, 0) for a in (outcome.value, outcome.elements))
+        real = data.masked(at_rows.plate, jnp.ones(rows)) > 0
+        counts = elements & real.reshape(-1, *[1] * (y.ndim - 1))
+        # So many rows, of which each may have several outcomes.
+        least = settings["min_count"] * max(1, y.size // max(rows, 1))
+        return binned(p, y.ravel(), counts.ravel(), least)
 
     def messages() -> tuple[GlobalDraws, Predicted]:
         down = shape_of_draws(built.guide, built.algorithm, (n, fm.dim))
-        return down, Predicted(shape(2, NUM_BINS), shape(2, NUM_BINS))
+        return down, Predicted(shape(2, NUM_BINS), shape(NUM_BINS), shape(2))
 
     return _exchange(CALIBRATION, silo, messages, settings, little=little)
 
@@ -466,10 +513,17 @@ def _exchange(
 
 
 def binned(p: Array, y: Array, counts: Array, least: int) -> Predicted:
-    """Return the numbers of rows by outcome and log odds; a bin of few rows joins the next ones."""
-    odds = jnp.log(p) - jnp.log1p(-p)
-    place = (jnp.clip(odds, -LIMIT, LIMIT) + LIMIT) / (2 * LIMIT)
-    index = jnp.clip(jnp.floor(place * NUM_BINS), 0, NUM_BINS - 1).astype(int)
+    """Return the numbers of rows by outcome and log odds; a bin of few rows joins the next ones.
+
+    Bins that are joined are told in the bin of their mean log odds.
+    """
+    odds = jnp.clip(jnp.log(p) - jnp.log1p(-p), -LIMIT, LIMIT)
+
+    def bin_of(odds: Array) -> Array:
+        place = jnp.floor((odds + LIMIT) / (2 * LIMIT) * NUM_BINS)
+        return jnp.clip(place, 0, NUM_BINS - 1).astype(int)
+
+    index = bin_of(odds)
     # The numbers of rows up to each bin: where a bin joins the next one they move up as a whole.
     of_bin = jnp.zeros(NUM_BINS).at[index].add(1.0 * counts)
 
@@ -483,12 +537,21 @@ def binned(p: Array, y: Array, counts: Array, least: int) -> Predicted:
     numbers = jnp.where(ends, jnp.arange(NUM_BINS), NUM_BINS)
     following = jax.lax.cummin(numbers, reverse=True)
     last = jnp.max(jnp.where(ends, jnp.arange(NUM_BINS), 0))
-    told = jnp.minimum(following, last)[index]
-    rows, sums = (
-        jnp.zeros((2, NUM_BINS)).at[y.astype(int), told].add(jnp.where(counts, values, 0.0))
-        for values in (jnp.ones_like(p), p)
+    joined = jnp.minimum(following, last)[index]
+    number, total = (
+        jnp.zeros(NUM_BINS).at[joined].add(jnp.where(counts, values, 0.0))
+        for values in (jnp.ones_like(odds), odds)
     )
-    return Predicted(rows, sums)
+    told = bin_of(total / jnp.where(number > 0, number, 1.0))[joined]
+    code = jnp.where(counts, y, 0.0).astype(int)  # what is missing is no number
+    rows = jnp.zeros((2, NUM_BINS)).at[code, told].add(1.0 * counts)
+    probabilities = jnp.zeros(NUM_BINS).at[told].add(jnp.where(counts, p, 0.0))
+    zeros = jnp.sort(jnp.where(counts & (code == 0), p, jnp.inf))
+    below = sum(jnp.searchsorted(zeros, p, side=side) for side in ("left", "right")) / 2
+    ones = counts & (code == 1)
+    total = (counts & (code == 0)).sum() * ones.sum()
+    pairs = jnp.stack([jnp.where(ones, below, 0.0).sum(), 1.0 * total])
+    return Predicted(rows, probabilities, pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -500,8 +563,11 @@ class Calibration:
     rows : array (silos, 2, bins)
         The numbers of rows with outcome 0 and 1, by bins of the predicted log odds; without
         ``by_silo`` of all silos together.
-    probabilities : array (silos, 2, bins)
+    probabilities : array (silos, bins)
         The sums of the probabilities predicted for them.
+    pairs : array (silos, 2)
+        Of pairs of rows of one silo, with outcome 0 and 1, the number in which the latter was
+        predicted higher, and the number of all.
     names : tuple of str
         The silos; empty if all are together.
     num_groups : int
@@ -510,13 +576,15 @@ class Calibration:
 
     rows: np.ndarray
     probabilities: np.ndarray
+    pairs: np.ndarray
     names: tuple[str, ...]
     num_groups: int = 10
 
     @cached_property
     def auc(self) -> float:
-        """The probability that of two rows the one with outcome 1 was predicted higher."""
-        return _auc(self.rows.sum(0))
+        """The share of pairs of rows of one silo in which outcome 1 was predicted higher."""
+        higher, number = self.pairs.sum(0)
+        return float(higher / number) if number else float("nan")
 
     def to_frame(self, silo: int | str | None = None) -> Any:
         """Return the table, a line for each group of about as many rows; of one silo if asked."""
@@ -531,24 +599,20 @@ class Calibration:
         for g in range(self.num_groups):
             own = (group.astype(int) == g) & (of_bin > 0)
             if number := of_bin[own].sum():
-                lines.append((number, sums.sum(0)[own].sum() / number, rows[1, own].sum() / number))
+                lines.append((number, sums[own].sum() / number, rows[1, own].sum() / number))
         return optional("pandas").DataFrame(lines, columns=["rows", "predicted", "observed"])
 
     def __str__(self) -> str:
         table = self.to_frame().round({"rows": 0, "predicted": 3, "observed": 3})
-        of_silos = [f"{n} {_auc(r):.3f}" for n, r in zip(self.names, self.rows, strict=False)]
+        of_silos = [
+            f"{name} {higher / number:.3f}"
+            for name, (higher, number) in zip(self.names, self.pairs, strict=False)
+            if number
+        ]
         more = f" ({', '.join(of_silos)})" if of_silos else ""
         return f"{table.to_string(index=False)}\nAUC {self.auc:.3f}{more}"
 
     __repr__ = __str__
-
-
-def _auc(rows: np.ndarray) -> float:
-    """Return the share of pairs in which outcome 1 stands in the higher bin; ties count a half."""
-    zeros, ones = rows
-    pairs = zeros.sum() * ones.sum()
-    below = np.cumsum(zeros) - zeros / 2
-    return float(ones @ below / pairs) if pairs else float("nan")
 
 
 def checked_changes(facts: Facts, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -561,21 +625,21 @@ def checked_changes(facts: Facts, changes: Mapping[str, Any]) -> dict[str, Any]:
                 f"changes: '{name}' is no array that all silos have. They have {[*arguments]}."
             )
         of_columns = change if isinstance(change, Mapping) else {None: change}
+        known, width = columns.get(name, ()), arguments[name].shape[:1]
+        numbers: dict[Any, float] = {}
         for column, number in of_columns.items():
             if not is_number(number):
                 raise DataError(
                     f"changes: '{name}' becomes {number!r}, and must become one number at all rows."
                 )
-            known = columns.get(name, ())
-            width = arguments[name].shape[:1]
-            if column in known:
-                of_columns = {known.index(c): v for c, v in of_columns.items()}
-            elif column is not None and not (width and column in range(width[0])):
+            place = known.index(column) if column in known else column
+            if place is not None and not (width and place in range(width[0])):
                 raise DataError(
                     f"changes: '{name}' has no column {column!r}. Its columns are "
                     f"{list(known) or list(range(*width)) if width else 'none: it is one column'}."
                 )
-        found[name] = change if None in of_columns else {str(c): v for c, v in of_columns.items()}
+            numbers[place] = float(number)
+        found[name] = numbers.get(None, {str(place): v for place, v in numbers.items()})
     return found
 
 

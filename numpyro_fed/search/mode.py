@@ -269,9 +269,10 @@ def coordinate_names(fm: FederatedModel) -> tuple[str, ...]:
     theta = jax.eval_shape(lambda: fm.init_theta(jax.random.key(0)))
     sites = [(name, theta[name].shape) for name in sorted(theta)]
     sites += [(site.name, site.shape) for site in fm.named("latent")]
-    return tuple(
-        element_name(name, i, fm.labels) for name, shape in sites for i in np.ndindex(shape)
-    )
+    # Unconstrained, as a simplex is, a latent may have other entries than its value.
+    shapes = dict(sites)
+    labels = {n: own for n, own in fm.labels.items() if shapes[n][-1:] == (len(own),)}
+    return tuple(element_name(name, i, labels) for name, shape in sites for i in np.ndindex(shape))
 
 
 class CheckPoints(NamedTuple):

@@ -18,7 +18,13 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 from numpyro import handlers
-from numpyro.distributions import MaskedDistribution, biject_to
+from numpyro.distributions import (
+    Distribution,
+    ExpandedDistribution,
+    Independent,
+    MaskedDistribution,
+    biject_to,
+)
 from numpyro.distributions.util import sum_rightmost
 from numpyro.infer import init_to_sample
 
@@ -493,8 +499,13 @@ class Outcome(NamedTuple):
     plate: str
     value: Array  # with NaN for what is missing
     axes: tuple[str, ...]  # the plate along each axis; empty where there is none
-    # (rows,) bool: whether any part of a row's outcome counts: neither missing nor masked
-    seen: Array
+    elements: Array  # bool, in the shape of the value: whether it is neither missing nor masked
+
+    @property
+    def seen(self) -> Array:
+        """Return which rows (rows,) have any element that counts."""
+        rows = self.axes.index(self.plate)
+        return self.elements.any(tuple(i for i in range(self.elements.ndim) if i != rows))
 
 
 def outcomes_at(fm: FederatedModel, data: SiloData) -> dict[str, Outcome]:
@@ -511,18 +522,25 @@ def outcomes_at(fm: FederatedModel, data: SiloData) -> dict[str, Outcome]:
         message = trace[s.name]
         value, fn = jnp.asarray(message["value"]), message["fn"]
         frames = {f.name: f.dim for f in message["cond_indep_stack"]}
-        batch, seen = value.ndim - fn.event_dim, jnp.ones(value.shape, bool)
+        batch, elements = value.ndim - fn.event_dim, _unmasked(fn, value.shape)
         if "missing" in message:
-            seen &= ~message["missing"]
+            elements &= ~message["missing"]
             value = jnp.where(message["missing"], jnp.nan, value)
-        if isinstance(fn, MaskedDistribution):
-            mask = jnp.broadcast_to(jnp.asarray(fn._mask), value.shape[:batch])
-            seen &= mask.reshape(mask.shape + (1,) * fn.event_dim)
         named = {batch + dim: name for name, dim in frames.items()}
         axes = tuple(named.get(i, "") for i in range(value.ndim))
-        others = tuple(i for i in range(value.ndim) if i != batch + frames[s.plate])
-        found[s.name] = Outcome(s.plate, value, axes, seen.any(others))
+        found[s.name] = Outcome(s.plate, value, axes, elements)
     return found
+
+
+def _unmasked(fn: Distribution, shape: tuple[int, ...]) -> Array:
+    """Return which elements of a value of this shape no mask of its distribution leaves out."""
+    if isinstance(fn, Independent | ExpandedDistribution):
+        return _unmasked(fn.base_dist, shape)
+    if not isinstance(fn, MaskedDistribution):
+        return jnp.ones(shape, bool)
+    mask = jnp.asarray(fn._mask)
+    mask = mask.reshape(mask.shape + (1,) * fn.event_dim)
+    return _unmasked(fn.base_dist, shape) & mask
 
 
 def axes_of(fm: FederatedModel, data: SiloData) -> dict[str, tuple[str, ...]]:

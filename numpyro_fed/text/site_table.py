@@ -179,8 +179,13 @@ def _read_sample(site: dict[str, Any], plate: str | None, is_summed_out: bool) -
             "unconstrained space. Reparametrise it (numpyro.handlers.reparam)."
         ) from error
     if plate is None:
-        support = _support_name(fn.support)
+        support, value_shape = _support_name(fn.support), jnp.shape(site["value"])
         labels = tuple(map(str, site["infer"].get("labels", ())))
+        if labels and (not value_shape or len(labels) != value_shape[-1]):
+            raise ModelError(
+                f"site '{name}' has {len(labels)} labels, and its value the shape {value_shape}: "
+                "one for each entry along the last axis is expected."
+            )
         return Site(
             name, "latent", None, shape, support=support, event_dim=fn.event_dim, labels=labels
         )
