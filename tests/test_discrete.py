@@ -7,6 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax.scipy.special import logsumexp
+from numpyro import handlers
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError
@@ -139,7 +140,7 @@ def nested(y, t, summed):
 def weighted(y, t, summed):
     """Weights of rows are those of their sums."""
     p = numpyro.sample("p", dist.Beta(2, 2))
-    with plate(), numpyro.handlers.scale(scale=t):
+    with plate(), handlers.scale(scale=t):
         if summed:
             logs = [normal(y, -1), normal(y, 1)]
             return numpyro.factor("y", log_mean(logs, [1 - p, p]))
@@ -161,6 +162,21 @@ def covariate(y, x, summed):
         numpyro.sample("y", dist.Normal(b * x, 1), obs=y)
 
 
+def two_plates(y, w, summed):
+    """A class of the row that two plates of other sizes read at one dim, and two scales."""
+    p = numpyro.sample("p", dist.Beta(2, 2))
+    mu = numpyro.sample("mu", dist.Normal(0, 1).expand([2]).to_event(1))
+    with plate(), handlers.scale(scale=2.0), handlers.scale(scale=1.5):
+        if summed:
+            logs = [normal(y, m).sum(0) + normal(w, -m).sum(0) for m in mu]
+            return numpyro.factor("y", log_mean(logs, [1 - p, p]))
+        k = numpyro.sample("k", dist.Bernoulli(p))
+        with numpyro.plate("item", 3, dim=-2):
+            numpyro.sample("y", dist.Normal(mu[k], 1), obs=y)
+        with numpyro.plate("visit", 4, dim=-2):
+            numpyro.sample("w", dist.Normal(-mu[k], 1), obs=w)
+
+
 Y = RNG.normal(size=ROWS)
 T = RNG.uniform(0.2, 2, ROWS)
 CASES = {
@@ -172,6 +188,7 @@ CASES = {
     of_three: dict(y=Y),
     nested: dict(y=Y, t=T),
     weighted: dict(y=Y, t=T),
+    two_plates: dict(y=RNG.normal(size=(3, ROWS)), w=RNG.normal(size=(4, ROWS))),
     covariate: dict(y=Y, x=np.array([0, 1, np.nan, np.nan, 1, 0])),
 }
 
@@ -268,7 +285,7 @@ def chain(y):
 
 def scaled_apart(y):
     with nf.silo_plate("row", ROWS):
-        with numpyro.handlers.scale(scale=2.0):
+        with handlers.scale(scale=2.0):
             k = numpyro.sample("k", dist.Bernoulli(0.5))
         numpyro.sample("y", dist.Normal(k, 1), obs=y)
 

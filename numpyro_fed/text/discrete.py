@@ -251,7 +251,9 @@ class Group:
         second = jax.vmap(partial(evaluated, at))(safe)
         pairs = zip(first, second, strict=True)
         logs = [no_more_than_finite(jnp.where(possible, b, a)) for a, b in pairs]
-        return logs, [(a < jnp.inf).any(0) for a in first]
+        # A joint value that the latents can have must have a density, if of zero.
+        prior = no_more_than_finite(sum(first[: len(self.latents)], jnp.zeros(())))
+        return logs, [((a < jnp.inf) | (prior == -jnp.inf)).all(0) for a in first]
 
     def conditionals(
         self, at: At, logs: Sequence[Array], are_numbers: Sequence[Array]
@@ -349,9 +351,13 @@ def _dims(
     kept = [name for kind, name in trace.outputs if (kind, name) in wanted]
     shapes = {n: tuple(type_of(v).shape) for n, v in zip(kept, program.jaxpr.outvars, strict=True)}
     rows = trace.terms[latents[0]].dim
-    whole = jnp.broadcast_shapes(*shapes.values(), *(trace.terms[n].batch_shape for n in shapes))
-    dims = set[int]()
-    for dim in range(-len(whole), 0):
+    batches = [*shapes.values(), *(trace.terms[n].batch_shape for n in shapes)]
+    rank, whole, dims = max(map(len, batches)), dict[int, int](), set[int]()
+    for dim in range(-rank, 0):
+        sizes = {shape[dim] for shape in batches if len(shape) >= -dim} - {1}
+        if len(sizes) > 1:  # two plates of readers, each of which is summed by itself
+            continue
+        whole[dim] = max(sizes, default=1)
         at = {n: supports[n].batch_dim + dim for n in latents}
         if any(axis < 0 or supports[n].shape[axis] != whole[dim] for n, axis in at.items()):
             continue
@@ -370,15 +376,17 @@ def _dims(
             "elementwise operations, jnp.where or an index (mu[k]); or write the sum in the text, "
             "as a numpyro.distributions.MixtureSameFamily."
         )
-    return frozenset(dims), tuple(n if i - len(whole) in dims else 1 for i, n in enumerate(whole))
+    return frozenset(dims), tuple(whole[d] if d in dims else 1 for d in range(-rank, 0))
 
 
 def _shares(names: Sequence[str], latents: Sequence[str], scales: Mapping[str, Any]) -> bool:
     """Return whether sites share one scale; scales of outcomes alone are as the text has them."""
     if not any(name in scales for name in latents):
         return False
-    first = scales.get(names[0])
-    if all(scales.get(name) is first for name in names):
+    first: Any = scales.get(names[0])
+    known: list[Any] = [scales.get(name) for name in names]
+    numbers = not any(s is None or isinstance(s, jax.core.Tracer) for s in known)
+    if all(s is first for s in known) or (numbers and all(np.array_equal(s, first) for s in known)):
         return True
     raise ModelError(
         f"the discrete latent '{latents[0]}' and the sites that read it, {list(names)}, are scaled "
