@@ -15,8 +15,8 @@ from numpyro import handlers
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, DataWarning, ModelError
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.formulas.families import FAMILIES
 from numpyro_fed.formulas.grammar import GroupEffect, parse
+from numpyro_fed.formulas.outcomes import FAMILIES
 from numpyro_fed.text.split import split
 
 formulae = pytest.importorskip("formulae")

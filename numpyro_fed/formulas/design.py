@@ -33,7 +33,7 @@ FUNCTIONS = {"log": "jnp.log", "exp": "jnp.exp", "sqrt": "jnp.sqrt", "I": ""}
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all silos agree on: levels of categorical columns, mean and sd of the others.
+    """The levels of categorical columns that silos agree on, and mean and sd of the others.
 
     ``categories`` is the number of those of an ordinal outcome, which count from ``first`` on.
     """
@@ -51,8 +51,8 @@ class Agreed:
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Columns of a design matrix: an expression of the text, and for each a label.
+class ColumnBlock:
+    """ColumnBlock of a design matrix: an expression of the text, and for each a label.
 
     ``width`` are their sds, one for a level's column, and ``centre`` their means, zero for that of
     levels. ``computed`` is the term that the library computes at each silo, if the text does not.
@@ -71,12 +71,12 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Terms:
+class ReadTerms:
     """The columns of an expression, whether it has an intercept, and its offsets."""
 
-    columns: tuple[Columns, ...]
+    columns: tuple[ColumnBlock, ...]
     intercept: bool
-    offsets: tuple[Columns, ...]
+    offsets: tuple[ColumnBlock, ...]
 
     @property
     def labels(self) -> list[str]:
@@ -92,28 +92,28 @@ class Design:
     agreed: Agreed
 
     @cached_property
-    def common(self) -> Terms:
+    def common(self) -> ReadTerms:
         """Return the terms that all rows share."""
         return self.terms_of(self.grammar.common)
 
     @property
-    def all_columns(self) -> Iterator[Columns]:
+    def all_columns(self) -> Iterator[ColumnBlock]:
         """Return the columns of all parts of the formula."""
         for expression in expressions(self.grammar):
             terms = self.terms_of(expression)
             yield from (*terms.columns, *terms.offsets)
 
-    def terms_of(self, expression: str) -> Terms:
+    def terms_of(self, expression: str) -> ReadTerms:
         """Return the terms of an expression."""
         common = self._matrix(expression)
-        columns, offsets, intercept = list[Columns](), list[Columns](), False
+        columns, offsets, intercept = list[ColumnBlock](), list[ColumnBlock](), False
         for name, term in (common.terms if common is not None else {}).items():
             if term.kind == "intercept":
                 intercept = True
             elif term.kind == "offset":
                 values = np.asarray(common)[:, common.slices[name]].astype(float)
                 inner, centre = in_text(name[len("offset(") : -1]), np.array([np.nanmean(values)])
-                found = Columns(inner or _identifier(name), (name,), centre, np.ones(1))
+                found = ColumnBlock(inner or _identifier(name), (name,), centre, np.ones(1))
                 same = bool(inner) and self._computes(found, values)
                 offsets.append(found if same else _computed(found, name))
             elif term.labels:  # a column of one level has none
@@ -122,9 +122,9 @@ class Design:
                 if not found.computed and not self._computes(found, values):
                     found = _computed(replace(found, expression=_identifier(name)), name)
                 columns.append(found)
-        return Terms(tuple(columns), intercept, tuple(offsets))
+        return ReadTerms(tuple(columns), intercept, tuple(offsets))
 
-    def _computes(self, columns: Columns, values: np.ndarray) -> bool:
+    def _computes(self, columns: ColumnBlock, values: np.ndarray) -> bool:
         """Return whether the text's expression has the library's values on the made-up table."""
         table = self.prototype
         names: dict[str, Any] = {"jax": jax, "jnp": jnp}
@@ -138,7 +138,7 @@ class Design:
         wrong = np.abs(found.reshape(len(values), -1) - values.reshape(len(values), -1)) / spread
         return bool((np.nan_to_num(wrong) < 1e-3).all())
 
-    def evaluated(self, frame: Any, columns: Columns) -> np.ndarray:
+    def evaluated(self, frame: Any, columns: ColumnBlock) -> np.ndarray:
         """Return columns (rows, k), or one (rows,), that the library computes for a table."""
         pandas, known = optional("pandas", EXTRA), self.agreed.names
         coded = {
@@ -213,7 +213,7 @@ def in_text(expression: str) -> str:
     return f"{FUNCTIONS[found[1]]}({found[2].strip()})"
 
 
-def _columns(name: str, term: Any, values: np.ndarray) -> Columns:
+def _columns(name: str, term: Any, values: np.ndarray) -> ColumnBlock:
     """Return the columns of a term of the library, which has these values on the made-up table."""
     of_levels = [part.kind == "categoric" for part in term.components]
     values = values.reshape(len(values), -1)
@@ -235,13 +235,13 @@ def _columns(name: str, term: Any, values: np.ndarray) -> Columns:
         elif text := in_text(part.name):
             pieces.append([(part.name, text)])
         else:
-            whole = Columns(_identifier(name), tuple(term.labels), centre, width)
+            whole = ColumnBlock(_identifier(name), tuple(term.labels), centre, width)
             return _computed(whole, name)
     each = list(product(*pieces))
     labels = [":".join(label for label, _ in one) for one in each]
     if labels != list(term.labels):
         raise ModelError(f"the columns of '{name}' are not known: {list(term.labels)}.")
-    found = Columns("", tuple(labels), centre, width)
+    found = ColumnBlock("", tuple(labels), centre, width)
     wide = [i for i, piece in enumerate(pieces) if len(piece) > 1]
     if len(wide) == 1:  # as a block, which is short
         part = term.components[wide[0]]
@@ -256,12 +256,12 @@ def _columns(name: str, term: Any, values: np.ndarray) -> Columns:
     return _written(found, texts[0] if len(texts) == 1 else f"jnp.stack([{', '.join(texts)}], -1)")
 
 
-def _written(columns: Columns, expression: str) -> Columns:
-    return Columns(expression, columns.labels, columns.centre, columns.width)
+def _written(columns: ColumnBlock, expression: str) -> ColumnBlock:
+    return ColumnBlock(expression, columns.labels, columns.centre, columns.width)
 
 
-def _computed(columns: Columns, term: str) -> Columns:
-    return Columns(columns.expression, columns.labels, columns.centre, columns.width, term)
+def _computed(columns: ColumnBlock, term: str) -> ColumnBlock:
+    return ColumnBlock(columns.expression, columns.labels, columns.centre, columns.width, term)
 
 
 def _identifier(name: str) -> str:

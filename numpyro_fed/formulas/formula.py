@@ -16,9 +16,9 @@ import numpy as np
 from numpyro_fed.basics.errors import DataError, DataWarning, ModelError, optional
 from numpyro_fed.data.tables import Levels
 from numpyro_fed.formulas.design import EXTRA, Agreed, Design, columns_read
-from numpyro_fed.formulas.families import Family, family_of
 from numpyro_fed.formulas.grammar import SILO, Grammar, parse
-from numpyro_fed.formulas.text import Text
+from numpyro_fed.formulas.outcomes import OutcomeFamily, family_of
+from numpyro_fed.formulas.text import WrittenText
 from numpyro_fed.methods.columns import levels, moments
 from numpyro_fed.rounds.federation import Federation
 
@@ -59,7 +59,7 @@ class Formula:
         return grammar
 
     @cached_property
-    def distribution(self) -> Family:
+    def distribution(self) -> OutcomeFamily:
         """Return the distribution of outcomes."""
         return family_of(self.family, self.grammar.additions)
 
@@ -213,7 +213,7 @@ class Formula:
         return found
 
     @cached_property
-    def written(self) -> Text:
+    def written(self) -> WrittenText:
         """Return the text line by line."""
         if self.agreed is None:
             raise ModelError(
@@ -226,7 +226,9 @@ class Formula:
         if lacking := [c for c in columns_read(self.grammar) if c not in known]:
             raise ModelError(f"silos have agreed on nothing about the column '{lacking[0]}'.")
         design = Design(self.grammar, self.agreed)
-        return Text(self.formula, self.family, self.distribution, design, self.priors, self.shared)
+        return WrittenText(
+            self.formula, self.family, self.distribution, design, self.priors, self.shared
+        )
 
     @property
     def text(self) -> str:

@@ -41,7 +41,7 @@ class Smooth:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a formula says."""
+    """The parts of a formula."""
 
     response: str
     common: str

@@ -13,9 +13,9 @@ from functools import cached_property
 import numpy as np
 
 from numpyro_fed.basics.errors import ModelError
-from numpyro_fed.formulas.design import Columns, Design, Terms
-from numpyro_fed.formulas.families import Family
+from numpyro_fed.formulas.design import ColumnBlock, Design, ReadTerms
 from numpyro_fed.formulas.grammar import SILO, GroupEffect, Smooth, names_in
+from numpyro_fed.formulas.outcomes import OutcomeFamily
 
 WIDE = 2.5  # of priors, in sds of the outcomes, as in rstanarm
 OF_SILOS = 1.0  # the same of the sd of silos' effects: few silos say little of it
@@ -34,12 +34,12 @@ import numpyro_fed as nf
 
 
 @dataclass(frozen=True)
-class Text:
+class WrittenText:
     """The text of a formula's model, given what silos have agreed on; ``str`` of it is Python."""
 
     formula: str
     family: str
-    distribution: Family
+    distribution: OutcomeFamily
     design: Design
     priors: Mapping[str, str]
     shared: tuple[str, ...]
@@ -61,7 +61,7 @@ class Text:
         return sorted(words & {*agreed.mean, *agreed.names} - {grammar.response})
 
     @cached_property
-    def computed(self) -> list[Columns]:
+    def computed(self) -> list[ColumnBlock]:
         """Return the arguments that the library computes of a silo's table."""
         return list({c.expression: c for c in self.design.all_columns if c.computed}.values())
 
@@ -204,7 +204,7 @@ class Text:
         normal = f"dist.Normal(0.0, 1.0).expand([{k}]).to_event(1)"
         yield f"weight_{x} = sd_s_{x} / wave_{x}**2 * {self._site(f's_{x}', normal)}"
 
-    def _group_prior(self, group: GroupEffect, terms: Terms) -> Iterator[str]:
+    def _group_prior(self, group: GroupEffect, terms: ReadTerms) -> Iterator[str]:
         """Return the lines of a group's latents."""
         name, labels = group.name, [*["Intercept"] * terms.intercept, *terms.labels]
         if terms.offsets:
@@ -244,7 +244,7 @@ class Text:
         """Return the argument with the codes of a group, which is no column by another name."""
         return f"{group.name}_group" if group.name in self.columns else group.name
 
-    def _group_sum(self, group: GroupEffect, terms: Terms) -> str:
+    def _group_sum(self, group: GroupEffect, terms: ReadTerms) -> str:
         """Return what a group adds to the linear predictor."""
         of_row = f"r_{group.name}[{self._index(group)}]"
         if terms.intercept and not terms.columns:
@@ -280,7 +280,7 @@ def _smooth(smooth: Smooth, design: Design) -> Iterator[str]:
     yield f"s_{x} = jnp.cos(at_{x}[:, None] * wave_{x} * jnp.pi / {2 * REACH}) @ weight_{x}"
 
 
-def _matrix(columns: Sequence[Columns]) -> str:
+def _matrix(columns: Sequence[ColumnBlock]) -> str:
     if len(columns) == 1 and columns[0].is_vector:
         return f"({columns[0].expression})[:, None]"
     return f"jnp.column_stack([{', '.join(c.expression for c in columns)}])"

@@ -153,7 +153,7 @@ class AveragesOverRows(Questions):
             raise ValueError(f"by={by!r}, num_groups={num_groups}: pass both, or none of them.")
         changed = checked_changes(fit.facts, changes or {})
         settings = {"site": site, "changes": changed, "by": by, "num_groups": int(num_groups)}
-        up: Sums = self._asked(key, num_draws, AVERAGE, average_exchange, settings)
+        up: RowTotals = self._asked(key, num_draws, AVERAGE, average_exchange, settings)
         rows = np.asarray(up.rows, float)
         if float(up.left_out):
             raise DataError(
@@ -304,7 +304,7 @@ class Average:
     __repr__ = __str__
 
 
-class Sums(NamedTuple):
+class RowTotals(NamedTuple):
     """A silo's reply: sums of a site (n, groups, ...), rows (groups,), and rows in no group ()."""
 
     totals: Array
@@ -313,7 +313,7 @@ class Sums(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """A silo's reply.
+    """A silo's reply about how well its outcomes are predicted.
 
     ``rows`` (2, bins): The numbers of rows with outcome 0 and 1.
     ``probabilities`` (bins,): The sums of the probabilities predicted for them.
@@ -428,12 +428,12 @@ def _as(array: Array, number: float) -> Array:
 def average_exchange(
     built: Built, settings: Mapping[str, Any], *, little: bool = False
 ) -> Exchange[Any, Any, Any]:
-    """Return the exchange in which silos tell sums of a site over their rows (:class:`Sums`)."""
+    """Return the exchange in which silos tell sums of a site over their rows (:class:`RowTotals`)."""
     fm, n, by = built.model, settings["num_draws"], settings["by"]
     at_rows = SiteAtRows(built, built.sampler(settings), settings["site"], settings["changes"])
     number = max(settings["num_groups"], 1)
 
-    def silo(key: Array, down: GlobalDraws, state: object, data: SiloData) -> Sums:
+    def silo(key: Array, down: GlobalDraws, state: object, data: SiloData) -> RowTotals:
         given = at_draws(built.algorithm, down, state, data)
         rows = fm.sizes(data)[at_rows.plate]
         counts = data.masked(at_rows.plate, jnp.ones(rows))[:, None]
@@ -451,11 +451,11 @@ def average_exchange(
 
         draws = jnp.arange(n), down.z_G, given.coordinates.u
         size = max(1, min(n, ROWS_AT_ONCE // max(rows, 1)))
-        return Sums(map_in_batches(at, draws, size), counts.sum(0), whole - counts.sum())
+        return RowTotals(map_in_batches(at, draws, size), counts.sum(0), whole - counts.sum())
 
-    def messages() -> tuple[GlobalDraws, Sums]:
+    def messages() -> tuple[GlobalDraws, RowTotals]:
         down = shape_of_draws(built.guide, built.algorithm, (n, fm.dim))
-        return down, Sums(shape(n, number, *settings["shape"]), shape(number), shape())
+        return down, RowTotals(shape(n, number, *settings["shape"]), shape(number), shape())
 
     return _exchange(AVERAGE, silo, messages, settings, little=little)
 

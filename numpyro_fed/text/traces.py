@@ -97,7 +97,7 @@ class _Run:
     def __init__(self, model: Callable[..., Any], silo: SiloData, *, split: bool):
         self.model, self.silo, self.split = model, silo, split
         # If None, they are made as the text asks for them.
-        self.given: Given | None = None
+        self.given: Unknowns | None = None
         self.made: list[tuple[str, str, int]] = []  # (kind, name, leaf)
         self.discrete: dict[str, FiniteSupport] = {}  # the latents that are summed out
         self.scales: dict[str, Any] = {}  # of sample sites that are scaled
@@ -110,7 +110,7 @@ class _Run:
         self,
         arrays: dict[str, Array],
         key: Array,
-        given: Given | None = None,
+        given: Unknowns | None = None,
     ) -> dict[Output, Any]:
         """Return the outputs of the program."""
         self.given = given
@@ -199,7 +199,7 @@ class _Run:
         return _unknown.bind(place=len(self.made) - 1, shape=shape, dtype=dtype)
 
 
-class Given(NamedTuple):
+class Unknowns(NamedTuple):
     """Parameters and latents, unconstrained, and discrete latents of a run; or their shapes."""
 
     theta: Theta
@@ -236,7 +236,7 @@ def _traced(model: Callable[..., Any], silo: SiloData, owner: str, *, split: boo
             of_sites: Any = {s.name: shape(s.whole(structure.sizes), real) for s in sites}
             discrete = run.discrete.items()
             of_discrete: Any = {n: shape(own.shape, own.values.dtype) for n, own in discrete}
-            given = Given(theta, of_sites, of_discrete)
+            given = Unknowns(theta, of_sites, of_discrete)
             closed, out = jax.make_jaxpr(run, return_shape=True)(silo.arrays, key, given)
             program = as_program(closed)
             paths = zip((PARAMETER, LATENT, DISCRETE), given, strict=True)

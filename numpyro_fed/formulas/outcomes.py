@@ -9,7 +9,7 @@ from numpyro_fed.basics.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Family:
+class OutcomeFamily:
     """A distribution of outcomes given the linear predictor ``eta``, in its usual link.
 
     ``link``: How the mean is computed of ``eta``: the identity, log or logit.
@@ -31,61 +31,61 @@ class Family:
 
 WEIBULL = "dist.Weibull(jnp.exp(eta - jax.scipy.special.gammaln(1 + 1 / shape)), shape)"
 FAMILIES = {
-    "gaussian": Family(
+    "gaussian": OutcomeFamily(
         "identity", "dist.Normal(eta, sigma)", "eta", (("sigma", "dist.HalfNormal({s})"),)
     ),
-    "student": Family(
+    "student": OutcomeFamily(
         "identity",
         "dist.StudentT(nu, eta, sigma)",
         "eta",
         (("sigma", "dist.HalfNormal({s})"), ("nu", "dist.Gamma(2.0, 0.1)")),
     ),
-    "bernoulli": Family("logit", "dist.Bernoulli(logits=eta)", "jax.nn.sigmoid(eta)"),
-    "binomial": Family(
+    "bernoulli": OutcomeFamily("logit", "dist.Bernoulli(logits=eta)", "jax.nn.sigmoid(eta)"),
+    "binomial": OutcomeFamily(
         "logit", "dist.Binomial(trials, logits=eta)", "jax.nn.sigmoid(eta)", needs=("trials",)
     ),
-    "poisson": Family("log", "dist.Poisson(jnp.exp(eta))", "jnp.exp(eta)"),
-    "negbinomial": Family(
+    "poisson": OutcomeFamily("log", "dist.Poisson(jnp.exp(eta))", "jnp.exp(eta)"),
+    "negbinomial": OutcomeFamily(
         "log",
         "dist.NegativeBinomial2(jnp.exp(eta), shape)",
         "jnp.exp(eta)",
         (("shape", "dist.InverseGamma(0.4, 0.3)"),),
     ),
-    "zero_inflated_poisson": Family(
+    "zero_inflated_poisson": OutcomeFamily(
         "log",
         "dist.ZeroInflatedPoisson(zi, jnp.exp(eta))",
         "(1 - zi) * jnp.exp(eta)",
         (("zi", "dist.Beta(1.0, 1.0)"),),
     ),
-    "zero_inflated_negbinomial": Family(
+    "zero_inflated_negbinomial": OutcomeFamily(
         "log",
         "dist.ZeroInflatedNegativeBinomial2(jnp.exp(eta), shape, gate=zi)",
         "(1 - zi) * jnp.exp(eta)",
         (("shape", "dist.InverseGamma(0.4, 0.3)"), ("zi", "dist.Beta(1.0, 1.0)")),
     ),
-    "gamma": Family(
+    "gamma": OutcomeFamily(
         "log",
         "dist.Gamma(shape, shape * jnp.exp(-eta))",
         "jnp.exp(eta)",
         (("shape", "dist.HalfNormal(20.0)"),),
     ),
-    "beta": Family(
+    "beta": OutcomeFamily(
         "logit",
         "dist.BetaProportion(jax.nn.sigmoid(eta), phi)",
         "jax.nn.sigmoid(eta)",
         (("phi", "dist.Gamma(1.0, 0.02)"),),
     ),
-    "exponential": Family(
+    "exponential": OutcomeFamily(
         "log", "dist.Exponential(jnp.exp(-eta))", "jnp.exp(eta)", allows=("cens",)
     ),
-    "weibull": Family(
+    "weibull": OutcomeFamily(
         "log", WEIBULL, "jnp.exp(eta)", (("shape", "dist.LogNormal(0.0, 1.0)"),), allows=("cens",)
     ),
-    "cumulative": Family("logit", "dist.OrderedLogistic(eta, cutpoints)", "", ordinal=True),
+    "cumulative": OutcomeFamily("logit", "dist.OrderedLogistic(eta, cutpoints)", "", ordinal=True),
 }
 
 
-def family_of(name: str, additions: dict[str, str]) -> Family:
+def family_of(name: str, additions: dict[str, str]) -> OutcomeFamily:
     """Return a family by its name; raise an error for another, or for what it lacks."""
     if name not in FAMILIES:
         raise ModelError(f"family={name!r}: known are {sorted(FAMILIES)}.")
