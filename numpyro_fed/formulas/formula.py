@@ -410,7 +410,9 @@ def formula(
     normal with 2.5 sds of the outcomes (1 beside a link) over the sd of their column, or 2.5 for a
     level; the intercept is that of a row at the ``centre``; sds of groups are half normal, of 2.5,
     or of 1 where the group is the silo, since few silos say little. These are rstanarm's, but for
-    the last. The deterministic site ``"mean"`` is the mean of each row's outcome, for ``average``.
+    the last. The deterministic site ``"mean"`` is the mean of each row's outcome (of a binomial
+    one its share), for ``average``. Levels stand in the order of numbers, of ordered categories if
+    all silos have the same, or of the alphabet; the first one is the reference.
 
     Silos share means and sds of columns, and the names of levels, as :func:`numpyro_fed.moments`
     and :func:`numpyro_fed.levels` tell them.

@@ -428,7 +428,7 @@ def _as(array: Array, number: float) -> Array:
 def average_exchange(
     built: Built, settings: Mapping[str, Any], *, little: bool = False
 ) -> Exchange[Any, Any, Any]:
-    """Return the exchange in which silos tell sums of a site over their rows (:class:`RowTotals`)."""
+    """Return the exchange in which silos tell sums of a site over their rows."""
     fm, n, by = built.model, settings["num_draws"], settings["by"]
     at_rows = SiteAtRows(built, built.sampler(settings), settings["site"], settings["changes"])
     number = max(settings["num_groups"], 1)
