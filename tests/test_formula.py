@@ -17,6 +17,7 @@ from numpyro_fed.basics.errors import DataError, DataWarning, ModelError
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.formulas.grammar import GroupEffect, parse
 from numpyro_fed.formulas.outcomes import FAMILIES
+from numpyro_fed.network import InMemory
 from numpyro_fed.text.split import split
 
 formulae = pytest.importorskip("formulae")
@@ -486,3 +487,18 @@ def test_new_rows_of_a_known_silo_have_its_groups():
         f.silo(dict(age=[30.0], ward=["c"]), new=True, of="A")
     with pytest.raises(DataError, match="of='C': known are the silos"):
         f.silo(new, new=True, of="C")
+
+
+def test_silos_in_other_processes_agree_on_the_same():
+    some = tables()
+    nodes = [nf.Silo(one, names={}) for one in some.values()]
+    apart = nf.Federation(InMemory([node.answer for node in nodes]), names={})
+    f, other = (nf.formula("y ~ age * ward + (1 | silo)") for _ in range(2))
+    with pytest.raises(ModelError, match="over a federation name the categorical columns"):
+        f.agree(apart)
+    f.agree(apart, categorical=["ward"])
+    own, there = other.silos(some), [f.silo(one) for one in some.values()]
+    assert f.text == other.text
+    for here, one in zip(own.values(), there, strict=True):
+        for name, array in here.items():
+            np.testing.assert_array_equal(one[name], array)
