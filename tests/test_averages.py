@@ -181,6 +181,15 @@ def test_a_silo_tells_no_groups_or_bins_of_few_rows():
     assert there.calibration(KEY, num_draws=20).rows.sum() == 62
 
 
+def test_a_fit_with_noise_tells_no_averages():
+    private = nf.Privacy(5.0, 1e-3)
+    silos = [{k: s[k] for k in ("x", "t", "ward", "y")} for s in silos_of(200, 200, 200).values()]
+    fitted = nf.fit(KEY, logistic, silos, privacy=private, **QUIET)
+    for asked in (lambda: fitted.average(KEY, "p"), lambda: fitted.calibration(KEY)):
+        with pytest.raises(ModelError, match="noise"):
+            asked()
+
+
 def masked_visits(x, seen, y):
     b = numpyro.sample("b", dist.Normal(0, 1))
     with nf.silo_plate("row", x.shape[0]):

@@ -259,7 +259,10 @@ class AveragesOverRows(Questions):
         settings: Mapping[str, Any],
     ) -> Any:
         """Return the silos' replies to a question about a site at draws of the posterior."""
-        run, sampler, z_G = self.run_behind, self.sampler, self.unconstrained(key, num_draws)
+        run = self.run_behind
+        if run._fit.built.protected:  # by noise, which these sums would not have
+            raise ModelError(run._fit.built.protected)
+        sampler, z_G = self.sampler, self.unconstrained(key, num_draws)
         fit, site, changes = run._fit, settings["site"], settings.get("changes", {})
         at_rows = SiteAtRows(fit.built, sampler, site, changes)
         of_text = partial(at_rows.of_text, jax.random.key(0), {})
