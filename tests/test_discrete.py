@@ -207,8 +207,11 @@ def test_the_sum_is_exact_and_so_are_its_derivatives(text):
     _, _, ours = terms(text, CASES[text], False)
     fm, _, by_hand = terms(text, CASES[text], True)
     z = jnp.asarray(np.random.default_rng(1).normal(size=fm.dim))
-    for f in (lambda g: g, jax.jacrev, jax.jacfwd, jax.hessian):
-        found, expected = f(ours)(z), f(by_hand)(z)
+
+    def all_of(f):
+        return jax.jit(lambda z: (f(z), jax.jacrev(f)(z), jax.hessian(f)(z)))(z)
+
+    for found, expected in zip(all_of(ours), all_of(by_hand), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -219,7 +222,7 @@ def test_draws_are_from_the_posterior_given_all_others():
     at = jax.vmap(
         lambda key: fm.constrain_local({}, z_G, {"row": jnp.asarray(b)[:, None]}, silo, key)
     )
-    found, p = at(keys), float(jax.nn.sigmoid(0.3))
+    found, p = jax.jit(at)(keys), float(jax.nn.sigmoid(0.3))
     assert found["i"].shape == (20_000, ROWS)
     assert np.ptp(found["b"], 0).max() == 0
     logs = np.stack(
@@ -328,6 +331,7 @@ def rows_of_classes(*sizes):
     return found
 
 
+@pytest.mark.slow
 def test_a_fit_draws_them_at_its_silos_and_predicts_them_for_new_rows():
     silos, key = rows_of_classes(30, 20), jax.random.key(0)
     fitted = nf.fit(key, classes, silos, progress_bar=False)
@@ -351,6 +355,26 @@ def test_a_fit_draws_them_at_its_silos_and_predicts_them_for_new_rows():
     assert (abs(new["k"].mean(0) - share.mean(0)) < 0.04).all()
     own = fitted.predict(key, silo="own rows", n=20)
     assert [o["k"].shape for o in own] == [(20, 30), (20, 20)]
+
+
+def test_a_fit_draws_them_given_what_a_row_has_told():
+    silos = [dict(y=s["y"]) for s in rows_of_classes(20, 15)]
+
+    def text(y):
+        mu = numpyro.sample("mu", dist.Normal(jnp.array([-2.0, 2.0]), 0.4).to_event(1))
+        with nf.silo_plate("row", y.shape[0]):
+            k = numpyro.sample("k", dist.Bernoulli(0.5))
+            numpyro.deterministic("at", mu[k])
+            numpyro.sample("y", dist.Normal(mu[k], 1.5), obs=y)
+
+    key = jax.random.key(0)
+    fitted = nf.fit(key, text, silos, progress_bar=False)
+    draws = {k: np.asarray(v) for k, v in fitted.sample_posterior(key, 300, silo=1).items()}
+    np.testing.assert_array_equal(draws["at"], np.take_along_axis(draws["mu"], draws["k"], 1))
+    logs = dist.Normal(draws["mu"][:, :, None], 1.5).log_prob(silos[1]["y"])
+    share = np.asarray(jax.nn.sigmoid(logs[:, 1] - logs[:, 0])).mean(0)
+    se = np.sqrt(share * (1 - share) / 300)
+    assert (abs(draws["k"].mean(0) - share) < 5 * se + 1e-3).all()
 
 
 @pytest.mark.slow
