@@ -107,6 +107,7 @@ def test_rows_of_the_fit_have_all_latents_of_their_silo(fitted, silos):
     assert alone["y"].shape == (50, SIZES[1])
 
 
+@pytest.mark.slow
 def test_means_of_outcomes_have_none_of_their_noise(fitted):
     """The mean of a normal outcome is its location, at the draws of the same key."""
     for silo, numbers in ((0, [2]), ("new", [2]), ("own rows", SIZES)):

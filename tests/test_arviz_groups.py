@@ -101,6 +101,7 @@ def assert_same(one, other):
             assert one[group][name].dims == other[group][name].dims
 
 
+@pytest.mark.slow
 def test_all_groups_are_those_that_can_be_had(fitted, silos):
     data = fitted.to_arviz(KEY, 50, groups="all")
     assert groups_of(data) == {"posterior", *GROUPS}

@@ -119,7 +119,7 @@ def test_bins_of_few_rows_are_told_together():
     p, y = jnp.asarray(r.uniform(size=43)), jnp.asarray(r.integers(0, 2, 43) * 1.0)
     counts = jnp.arange(43) < 38
     for least in (1, 5, 38, 50):
-        found = binned(p, y, counts, least)
+        found = jax.jit(binned)(p, y, counts, least)
         assert found.rows.shape == (2, NUM_BINS)
         of_bin = np.asarray(found.rows.sum(0))
         assert of_bin[of_bin > 0].min() >= min(least, 38)

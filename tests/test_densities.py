@@ -292,6 +292,7 @@ def ordinary(log_size, log_mean):
     ]
 
 
+@pytest.mark.slow
 def test_elsewhere_the_numbers_are_numpyros():
     names = []
 

@@ -40,6 +40,7 @@ def model(y):
         numpyro.sample("y", dist.Normal(mu, 2), obs=y)
 
 
+@pytest.mark.slow
 def test_a_visit_has_the_same_numbers(accelerated, double):
     silos = [dict(y=np.arange(5.0)), dict(y=np.arange(7.0))]
 
