@@ -174,7 +174,7 @@ def test_minibatches_are_unbiased(case, auxiliary):
             for j, client in enumerate(clients):
                 eps, tau = noises[j]
                 if picked is not None and v.rho is not None:
-                    tau = tau[:, picked]
+                    tau = jnp.asarray(tau)[:, picked]
                 mine = (eps, tau) if exchange.name == "draw" else None
                 reply, silos[j] = exchange.visit(mine, down, silos[j], client)
                 replies.append(jax.tree.map(lambda a: jnp.asarray(a)[None], reply))
