@@ -167,14 +167,14 @@ def test_minibatches_are_unbiased(case, auxiliary):
         clients = jax.tree.map(jnp.asarray, this.data)
         served = jax.tree.map(jnp.asarray, this.server_data)
         noise = full.vertical.round_noise(KEY)._replace(rows=rows)
-        noises = [s.noise for s in full.one_by_one(states[1].silos)]
+        noises = jax.tree.map(jnp.asarray, [s.noise for s in full.one_by_one(states[1].silos)])
         asked, given = (this.round, server, noise, jnp.arange(3), served), []
         for exchange in this.round.exchanges:
             down, replies = replayed_part(*asked, given), []
             for j, client in enumerate(clients):
                 eps, tau = noises[j]
                 if picked is not None and v.rho is not None:
-                    tau = jnp.asarray(tau)[:, picked]
+                    tau = tau[:, picked]
                 mine = (eps, tau) if exchange.name == "draw" else None
                 reply, silos[j] = exchange.visit(mine, down, silos[j], client)
                 replies.append(jax.tree.map(lambda a: jnp.asarray(a)[None], reply))
