@@ -194,7 +194,7 @@ def test_a_silo_tells_only_what_its_own_policy_allows():
     method, data = METHODS["sfvi"][0], data_of()
     there = Apart(method, data, policies=[replace(FREE, tell_latents=j < 2) for j in range(3)])
     run = there.run(KEY, 1)
-    with pytest.raises(ModelError, match="silo 2 refuses .*does not tell"):
+    with pytest.raises(ModelError, match=r"silo 2 refuses .*does not tell"):
         run.sample_posterior(KEY, 5, silo="all")
     assert there.silos[2].predict(KEY, run.draws_for_silo(KEY, 5, silo=2))["y"].shape == (5, 9)
 

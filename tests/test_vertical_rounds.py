@@ -163,7 +163,7 @@ def test_minibatches_are_unbiased(case, auxiliary):
         """Parameters of all parties after a step with the given noise and rows."""
         this, full = opened[i], opened[1]
         v, server = this.vertical, states[i].server
-        silos = this.one_by_one(states[i].silos)
+        silos = jax.tree.map(jnp.asarray, this.one_by_one(states[i].silos))
         clients = jax.tree.map(jnp.asarray, this.data)
         served = jax.tree.map(jnp.asarray, this.server_data)
         noise = full.vertical.round_noise(KEY)._replace(rows=rows)
