@@ -8,6 +8,7 @@ import numpyro.distributions as dist
 import pytest
 from jax.scipy.special import logsumexp
 from numpyro import handlers
+from numpyro.contrib.control_flow import scan
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError
@@ -283,7 +284,7 @@ def chain(y):
         return k, None
 
     with nf.silo_plate("row", ROWS):
-        numpyro.contrib.control_flow.scan(step, jnp.zeros(ROWS, int), y.T)
+        scan(step, jnp.zeros(ROWS, int), y.T)
 
 
 def scaled_apart(y):
@@ -433,3 +434,40 @@ def test_states_that_can_be_switched_are_told():
     assert "2 modes of the same mass" in str(fitted)
     mu = fitted.sample_posterior(jax.random.key(1), 4_000)["mu"]
     assert abs((mu[:, 0] < mu[:, 1]).mean() - 0.5) < 0.05
+
+
+def recursion(y, summed):
+    """The remedy that the refusal of a chain names: the states of a chain, summed out in a scan."""
+    p = numpyro.sample("p", dist.Beta(2, 2).expand([2]).to_event(1))
+    log_transition = jnp.log(jnp.stack([jnp.stack([1 - p[0], p[0]]), jnp.stack([1 - p[1], p[1]])]))
+    likelihood = dist.Normal(jnp.array([-1.0, 1.0])[:, None], 1).log_prob
+
+    def step(log_p, y):
+        log_p = logsumexp(log_p[:, None] + log_transition[..., None], 0) + likelihood(y)
+        return log_p, None
+
+    with plate():
+        if summed:
+            paths = np.stack(np.meshgrid(*[[0, 1]] * y.shape[1], indexing="ij")).reshape(
+                y.shape[1], -1
+            )
+            logs = []
+            for path in paths.T:
+                log, state = jnp.zeros(ROWS), 0
+                for t, new in enumerate(path):
+                    log += log_transition[state, new] + normal(y[:, t], 2.0 * new - 1)
+                    state = new
+                logs.append(log)
+            return numpyro.factor("chain", logsumexp(jnp.stack(logs), 0))
+        start = jnp.log(jnp.array([1.0, 0.0]))[:, None] * jnp.ones(ROWS)
+        log_p, _ = scan(step, start, y.T)
+        numpyro.factor("chain", logsumexp(log_p, 0))
+
+
+def test_the_recursion_that_a_refusal_names_is_the_sum_over_all_chains():
+    data = dict(y=RNG.normal(size=(ROWS, 4)))
+    _, _, ours = terms(recursion, data, False)
+    fm, _, by_hand = terms(recursion, data, True)
+    z = jnp.asarray(np.random.default_rng(1).normal(size=fm.dim))
+    for f in (lambda g: g, jax.jacrev):
+        np.testing.assert_allclose(jax.jit(f(ours))(z), jax.jit(f(by_hand))(z), rtol=1e-9)

@@ -214,9 +214,10 @@ def _remedy(site: dict[str, Any], plate: str | None) -> str:
         )
     if site["infer"].get("_scan_current_index") is not None or site.get("_control_flow_done"):
         return (
-            "in the body of a scan. Sum it out there: carry the log probability of each state, "
-            "log_p = logsumexp(log_p[:, None] + log_transition, 0) + log_likelihood, and add "
-            "numpyro.factor('chain', logsumexp(log_p)[None]) in the silo_plate."
+            "in the body of a scan. Sum it out there: carry the log probability log_p (states, "
+            "rows) of each state, log_p = logsumexp(log_p[:, None] + log_transition[..., None], 0) "
+            "+ log_likelihood, and add numpyro.factor('chain', logsumexp(log_p, 0)) in the "
+            "silo_plate."
         )
     return (
         "whose values are not finitely many plain numbers that the text knows. Bernoulli, "
