@@ -502,3 +502,16 @@ def test_silos_in_other_processes_agree_on_the_same():
     for here, one in zip(own.values(), there, strict=True):
         for name, array in here.items():
             np.testing.assert_array_equal(one[name], array)
+
+
+def test_what_the_library_computes_knows_rare_levels_and_types():
+    ward = np.resize([1, 2], 40)
+    rare = np.where(np.arange(40) == 0, 7, ward)
+    f = nf.formula("y ~ C(ward) + center(age):C(ward)")
+    silos = f.silos([table(ward=ward * 1.0), table(ward=rare)])
+    (product,) = f.written.computed
+    columns = silos[1][product.expression]
+    assert f.agreed.names == {"C_ward": ("1", "2", "other")}
+    assert np.isfinite(columns).all()
+    other = [label.endswith("[other]") for label in product.labels]
+    assert (columns[0, np.logical_not(other)] == 0).all()

@@ -115,12 +115,12 @@ class Design:
                 inner, centre = in_text(name[len("offset(") : -1]), np.array([np.nanmean(values)])
                 found = ColumnBlock(inner or _identifier(name), (name,), centre, np.ones(1))
                 same = bool(inner) and self._computes(found, values)
-                offsets.append(found if same else _computed(found, name))
+                offsets.append(found if same else replace(found, computed=name))
             elif term.labels:  # a column of one level has none
                 values = np.asarray(common)[:, common.slices[name]].astype(float)
                 found = _columns(name, term, values)
                 if not found.computed and not self._computes(found, values):
-                    found = _computed(replace(found, expression=_identifier(name)), name)
+                    found = replace(found, expression=_identifier(name), computed=name)
                 columns.append(found)
         return ReadTerms(tuple(columns), intercept, tuple(offsets))
 
@@ -136,14 +136,16 @@ class Design:
             found = np.asarray(eval(columns.expression, names), float)
         spread = np.nanstd(values, 0) + 1e-3 * np.abs(np.nanmean(values, 0)) + 1e-12
         wrong = np.abs(found.reshape(len(values), -1) - values.reshape(len(values), -1)) / spread
-        return bool((np.nan_to_num(wrong) < 1e-3).all())
+        known = np.isfinite(values).reshape(wrong.shape)
+        return bool((wrong < 1e-3)[known].all())
 
-    def evaluated(self, frame: Any, columns: ColumnBlock) -> np.ndarray:
-        """Return columns (rows, k), or one (rows,), that the library computes for a table."""
-        pandas, known = optional("pandas", EXTRA), self.agreed.names
-        coded = {
-            c: pandas.Categorical(frame[c].astype(str), list(known[c]), ordered=True) for c in known
-        }
+    def evaluated(self, frame: Any, codes: Any, columns: ColumnBlock) -> np.ndarray:
+        """Return columns (rows, k), or one (rows,), that the library computes for a table.
+
+        ``codes`` has the codes of its categories.
+        """
+        known, of_codes = self.agreed.names, optional("pandas", EXTRA).Categorical.from_codes
+        coded = {c: of_codes(np.asarray(codes[c]), list(known[c]), ordered=True) for c in known}
         for expression in expressions(self.grammar):
             common = self._matrix(expression)
             if common is not None and columns.computed in common.terms:
@@ -235,8 +237,7 @@ def _columns(name: str, term: Any, values: np.ndarray) -> ColumnBlock:
         elif text := in_text(part.name):
             pieces.append([(part.name, text)])
         else:
-            whole = ColumnBlock(_identifier(name), tuple(term.labels), centre, width)
-            return _computed(whole, name)
+            return ColumnBlock(_identifier(name), tuple(term.labels), centre, width, name)
     each = list(product(*pieces))
     labels = [":".join(label for label, _ in one) for one in each]
     if labels != list(term.labels):
@@ -250,18 +251,11 @@ def _columns(name: str, term: Any, values: np.ndarray) -> ColumnBlock:
         factors = [piece[0][1] for i, piece in enumerate(pieces) if i != wide[0]]
         joined = factors[0] if len(factors) == 1 else f"({' * '.join(factors)})"
         times = f" * {joined}[:, None]" if factors else ""
-        return _written(found, block + times)
+        return replace(found, expression=block + times)
     texts = [" * ".join(text for _, text in one) for one in each]
     texts = [f"1.0 * {text}" if "==" in text else text for text in texts]
-    return _written(found, texts[0] if len(texts) == 1 else f"jnp.stack([{', '.join(texts)}], -1)")
-
-
-def _written(columns: ColumnBlock, expression: str) -> ColumnBlock:
-    return ColumnBlock(expression, columns.labels, columns.centre, columns.width)
-
-
-def _computed(columns: ColumnBlock, term: str) -> ColumnBlock:
-    return ColumnBlock(columns.expression, columns.labels, columns.centre, columns.width, term)
+    joined = texts[0] if len(texts) == 1 else f"jnp.stack([{', '.join(texts)}], -1)"
+    return replace(found, expression=joined)
 
 
 def _identifier(name: str) -> str:

@@ -193,7 +193,7 @@ class Formula:
             is_coded = known is not None and column in known
             found[column] = np.asarray(coded[column]) if is_coded else _floats(frame[column])
         for columns in written.computed:
-            found[columns.expression] = written.design.evaluated(frame, columns)
+            found[columns.expression] = written.design.evaluated(frame, coded, columns)
         for group in written.own_groups:
             own = _strings(frame[[f for f in group.factors if f != SILO]]).agg(":".join, axis=1)
             words, code = own.to_numpy().astype(str), written.codes_of(group)
