@@ -10,7 +10,7 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, ModelError, RefusedError
 from numpyro_fed.network import InMemory
-from numpyro_fed.posterior.averages import NUM_BINS, binned
+from numpyro_fed.posterior.calibration import NUM_BINS, binned
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

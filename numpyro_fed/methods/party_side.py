@@ -27,8 +27,9 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.guide import Guide
 from numpyro_fed.methods.method import FederatedMethod, PlanSize
 from numpyro_fed.posterior.at_silo import AtSilo, outer_round
-from numpyro_fed.posterior.averages import average_exchange, calibration_exchange
+from numpyro_fed.posterior.averages import average_exchange
 from numpyro_fed.posterior.built import Built, CompiledMethod
+from numpyro_fed.posterior.calibration import calibration_exchange
 from numpyro_fed.posterior.importance import log_likelihood_exchange
 from numpyro_fed.posterior.leave_out import leave_out_exchange, loo_exchange
 from numpyro_fed.posterior.particles import tempering_of

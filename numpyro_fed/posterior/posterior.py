@@ -8,7 +8,6 @@ with the steps that led there.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from abc import abstractmethod
@@ -25,11 +24,11 @@ from jax import Array
 
 from numpyro_fed.after.arviz import Coords, Dims, Labels, groups_to_arviz
 from numpyro_fed.after.own_rows import WhichSilo, silo_number
-from numpyro_fed.after.summary import Columns
+from numpyro_fed.after.summary import Columns, FunctionsOfDraws
 from numpyro_fed.basics import display
-from numpyro_fed.basics.errors import DataError, ModelError, optional, positive_int
+from numpyro_fed.basics.errors import DataError, ModelError, positive_int
 from numpyro_fed.basics.programs import in_precision_of_object, jit_once, precision
-from numpyro_fed.data.silo_data import ALL, names_or_numbers
+from numpyro_fed.data.silo_data import names_or_numbers
 from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.averages import AveragesOverRows
 from numpyro_fed.posterior.sampler import Sampler
@@ -56,7 +55,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Posterior(AveragesOverRows):
+class Posterior(AveragesOverRows, FunctionsOfDraws):
     """A posterior of a model whose silos hold rows, with a verdict, and what can be asked of it.
 
     Attributes
@@ -403,123 +402,6 @@ class Posterior(AveragesOverRows):
         # Not the correction of a run, which asks all silos.
         checked = self.corrected if self.stages else None
         return columns.summary(prob, None if checked is None else checked.errors)
-
-    @shows("draw")
-    @in_precision_of_object
-    def quantity(
-        self,
-        name: str,
-        fn: Callable[..., Array],
-        key: Array | None = None,
-        num_samples: int = 4_000,
-        *,
-        prob: float = 0.9,
-    ) -> Any:
-        """Return the summary of a function of the globals, as a pandas DataFrame.
-
-        Parameters
-        ----------
-        name : str
-            What the rows of the table are called.
-        fn : callable
-            A function of one draw; its arguments are global sites by their names.
-        key : jax.Array, optional
-        num_samples : int
-            The number of draws.
-        prob : float
-            The probability of the interval, with as much on either side of it.
-
-        Raises
-        ------
-        ModelError
-            For an argument that is no global site.
-
-        Examples
-        --------
-        >>> import jax, jax.numpy as jnp, numpy as np, numpyro, numpyro.distributions as dist
-        >>> import numpyro_fed as nf
-        >>> def model(x, y):
-        ...     b = numpyro.sample("b", dist.Normal(0, 2).expand([2]).to_event(1))
-        ...     with nf.silo_plate("row", len(x)):
-        ...         numpyro.sample("y", dist.Bernoulli(logits=b[0] + b[1] * x), obs=y)
-        >>> x = np.tile([0.0, 1.0], 50)
-        >>> silos = [dict(x=x, y=np.tile([0, 1, 1, 1], 25)), dict(x=x, y=np.tile([0, 0, 1, 1], 25))]
-        >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-        >>> table = fitted.quantity("odds ratio", lambda b: jnp.exp(b[1]))
-        >>> bool(1.5 < table.loc["odds ratio", "50%"] < 12)
-        True
-        """
-        if not 0 < prob < 1:
-            raise ValueError(f"prob={prob!r}: expected a number between 0 and 1.")
-        self._warn_of_doubt()
-        positive_int("num_samples", num_samples)
-        draws = self.sample_posterior(jax.random.key(0) if key is None else key, num_samples)
-        asked = list(inspect.signature(fn).parameters)
-        if unknown := [argument for argument in asked if argument not in draws]:
-            raise ModelError(f"'{unknown[0]}' is no global of the model, which has {list(draws)}.")
-        values = {name: jax.vmap(fn)(*(draws[argument] for argument in asked))}
-        return Columns.of(self.run_behind, values, None, Labels.of(None, None)).summary(prob, None)
-
-    def ranks(self, site: str, key: Array | None = None, num_samples: int = 4_000) -> Any:
-        """Return how sure the order of silos' effects is, as a pandas DataFrame.
-
-        Parameters
-        ----------
-        site : str
-            A latent with one number for each silo. The largest one has rank 1.
-        key : jax.Array, optional
-        num_samples : int
-            The number of draws.
-
-        Returns
-        -------
-        DataFrame
-            A row for each silo, in the order of mean ranks: ``mean``, the interval of probability
-            0.9, and the probabilities to be the largest, ``P(first)``, and the smallest.
-
-        Raises
-        ------
-        ModelError
-            For a site that is no latent of silos, or has several numbers for a silo.
-
-        Notes
-        -----
-        Effects of silos with few rows lie near their mean, and have any rank: an order of means
-        hides it (Goldstein and Spiegelhalter 1996).
-
-        Examples
-        --------
-        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
-        >>> import numpyro_fed as nf
-        >>> def model(y):
-        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
-        ...     with nf.silo_plate("hospital", 1):
-        ...         u = numpyro.sample("u", dist.Normal(0, 2))
-        ...     with nf.silo_plate("row", len(y)):
-        ...         numpyro.sample("y", dist.Normal(mu + u[0], 1), obs=y)
-        >>> rng = np.random.default_rng(0)
-        >>> silos = {n: dict(y=rng.normal(m, 1, 20)) for n, m in (("Bern", 1), ("Chur", 4))}
-        >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-        >>> fitted.ranks("u").index.tolist()
-        ['Chur', 'Bern']
-        """
-        draws = self.sample_posterior(
-            jax.random.key(0) if key is None else key, num_samples, silo=ALL
-        )
-        local = [s.name for s in self.run_behind._fit.model.sites if s.is_local_latent]
-        if site not in local:
-            raise ModelError(f"{site!r} is no latent of silos: the model has {local}.")
-        values = np.asarray(draws[site]).reshape(num_samples, -1)
-        if values.shape[1] != self.run_behind.num_silos:
-            raise ModelError(f"'{site}' has {values.shape[1]} numbers, and no single one a silo.")
-        rank = (-values).argsort(1).argsort(1) + 1
-        low, high = np.quantile(rank, [0.05, 0.95], axis=0, method="nearest")
-        table = {
-            **{"mean": rank.mean(0), "5%": low, "95%": high},
-            **{"P(first)": (rank == 1).mean(0), "P(last)": (rank == rank.shape[1]).mean(0)},
-        }
-        found = optional("pandas").DataFrame(table, index=list(self.silo_names))
-        return found.sort_values("mean")
 
     def _columns(
         self, key: Array | None, n: int, silo: WhichSilo | None, labels: Labels
