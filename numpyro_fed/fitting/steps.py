@@ -107,8 +107,7 @@ class FitProblem:
             sizes = [{p: size_class(n) for p, n in fm.sizes(silo).items()} for silo in read]
             num_values = sum(a.size for silo in read for a in silo.arrays.values())
             fingerprint = fingerprint_of(fm, read)
-        plates = [p.name for p in fm.plates if p.dim and not p.outer]
-        num_rows = max((sum(size[p] for size in sizes) for p in plates), default=0)
+        num_rows = max((sum(size[p] for size in sizes) for p in fm.row_plates), default=0)
         return cls(model, known, fm, num_values, num_rows, fingerprint)
 
     @cached_property
@@ -124,9 +123,9 @@ class FitProblem:
         that was compiled for it, if there is one.
         """
         plates = [p for p in self.fm.plates if p.dim and not coupled]
-        below = any(not p.outer for p in plates)
-        outer = OUTER_DRAWS if below else ROW_DRAWS
-        draws = tuple((p.name, outer if p.outer else ROW_DRAWS) for p in plates)
+        outer = OUTER_DRAWS if self.fm.row_plates else ROW_DRAWS
+        above = self.fm.outer_plates
+        draws = tuple((p.name, outer if p.name in above else ROW_DRAWS) for p in plates)
         try:
             hash(self.model)
             model: Hashable = self.model

@@ -16,7 +16,7 @@ import numpy as np
 from numpyro_fed.basics.errors import DataError, DataWarning, ModelError, optional
 from numpyro_fed.data.tables import Levels
 from numpyro_fed.formulas.design import EXTRA, Agreed, Design, columns_read
-from numpyro_fed.formulas.grammar import SILO, Grammar, parse
+from numpyro_fed.formulas.grammar import SILO, Grammar, GroupEffect, parse
 from numpyro_fed.formulas.outcomes import OutcomeFamily, family_of
 from numpyro_fed.formulas.text import WrittenText
 from numpyro_fed.methods.columns import levels, moments
@@ -195,17 +195,25 @@ class Formula:
         for columns in written.computed:
             found[columns.expression] = written.design.evaluated(frame, coded, columns)
         for group in written.own_groups:
-            own = _strings(frame[[f for f in group.factors if f != SILO]]).agg(":".join, axis=1)
-            words, code = own.to_numpy().astype(str), written.codes_of(group)
+            words, code = _member_words(frame, group), written.codes_of(group)
             members = np.unique(words)
             if new and of is not None:
-                members = self._members_of(of)[group.name]
+                members = self._members_of(of)[code]
             elif not new:
-                self._members.setdefault(name.removeprefix("silo "), {})[group.name] = members
+                self._members.setdefault(name.removeprefix("silo "), {})[code] = members
             if len(strange := np.setdiff1d(words, members)):
-                raise DataError(f"{name}: '{strange[0]}' is no member of '{group.name}' at {of}.")
+                raise DataError(f"{name}: '{strange[0]}' is no member of '{group.group}' at {of}.")
             codes = np.searchsorted(members, words).astype(np.int32)
             found |= {code: codes, f"n_{code}": len(members)}
+        for argument, (group, above) in written.nestings.items():
+            if new and of is not None:
+                found[argument] = self._members_of(of)[argument]
+                continue
+            codes = np.zeros(found[f"n_{written.codes_of(group)}"], np.int32)
+            codes[found[written.codes_of(group)]] = found[written.codes_of(above)]
+            found[argument] = codes
+            if not new:
+                self._members[name.removeprefix("silo ")][argument] = codes
         if not new:
             y = _floats(frame[response]) - written.design.agreed.first
             is_code = self.distribution.ordinal and not np.isnan(y).any()
@@ -288,6 +296,13 @@ class Formula:
                 raise DataError(f"{name}: {word}({column}) is a column of numbers.")
             if word == "cens" and not frame[column].dropna().isin([0, 1]).all():
                 raise DataError(f"{name}, '{column}': 1 where a time is a lower bound, else 0.")
+
+
+def _member_words(frame: Any, group: GroupEffect) -> np.ndarray:
+    """Return the member of a group of each row (rows,), as one string."""
+    own = _strings(frame[[f for f in group.factors if f != SILO]]).agg(":".join, axis=1)
+    words: np.ndarray = own.to_numpy().astype(str)
+    return words
 
 
 def _named(tables: Any) -> list[tuple[Any, Any]]:

@@ -26,8 +26,13 @@ class GroupEffect:
     number: int = 1  # of those of this group, from 1 on
 
     @property
+    def group(self) -> str:
+        """Return the name of the group in the text, whose members these effects are of."""
+        return "_".join(self.factors)
+
+    @property
     def name(self) -> str:
-        """Return the group's name in the text."""
+        """Return the name of the effects in the text."""
         return "_".join([*self.factors, *[str(self.number)] * (self.number > 1)])
 
 

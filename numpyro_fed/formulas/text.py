@@ -46,10 +46,36 @@ class WrittenText:
 
     @cached_property
     def own_groups(self) -> list[GroupEffect]:
-        """Return the groups whose members belong to one silo each, once by name."""
+        """Return effects of groups whose members belong to one silo each, one for each group.
+
+        Outer groups stand before those within them.
+        """
         others = [(SILO,), *((name,) for name in self.shared)]
-        groups = [g for g in self.design.grammar.groups if g.factors not in others]
-        return list({g.name: g for g in groups}.values())
+        groups = {g.factors: g for g in self.design.grammar.groups if g.factors not in others}
+        return sorted(groups.values(), key=lambda g: len(g.factors))
+
+    def group_above(self, effect: GroupEffect) -> GroupEffect | None:
+        """Return the same effects of the closest group that this one is within, if there are.
+
+        They are then the means of these: rows look up one group alone, whose members are
+        independent given those above.
+        """
+        groups = self.design.grammar.groups
+        above = [
+            g
+            for g in groups
+            if {*g.factors} < {*effect.factors}
+            and g.factors in [own.factors for own in self.own_groups]
+            and (g.expression, g.number) == (effect.expression, effect.number)
+        ]
+        return max(above, key=lambda g: len(g.factors), default=None)
+
+    @property
+    def nestings(self) -> dict[str, tuple[GroupEffect, GroupEffect]]:
+        """Return by argument each group with the one above it, of which it has the codes."""
+        effects = [g for g in self.design.grammar.groups if g.factors != (SILO,)]
+        pairs = [(g, above) for g in effects if (above := self.group_above(g)) is not None]
+        return {self.codes_above(g, above): (g, above) for g, above in pairs}
 
     @cached_property
     def columns(self) -> list[str]:
@@ -70,7 +96,8 @@ class WrittenText:
         """Return the names of all arguments but the outcome."""
         codes = [self.codes_of(g) for g in self.own_groups]
         of_groups = [name for code in codes for name in (code, f"n_{code}")]
-        return [*self.columns, *(c.expression for c in self.computed), *of_groups]
+        computed = (c.expression for c in self.computed)
+        return [*self.columns, *computed, *of_groups, *self.nestings]
 
     @property
     def rows(self) -> str:
@@ -89,8 +116,10 @@ class WrittenText:
         outside, sums = list(self._coefficients()), self._sums_of_coefficients
         for smooth in grammar.smooths:
             outside += self._smooth_prior(smooth)
-        for group in grammar.groups:
-            outside += self._group_prior(group, self.design.terms_of(group.expression))
+        # Outer groups first, whose effects are the means of those within them.
+        effects = sorted(grammar.groups, key=lambda g: len(g.factors) * (g.factors != (SILO,)))
+        for effect in effects:
+            outside += self._group_prior(effect, self.design.terms_of(effect.expression))
         outside += [self._sample(name, prior) for name, prior in self._parameters]
         inside = [line for smooth in grammar.smooths for line in _smooth(smooth, self.design)]
         inside += [f"X = {_matrix(self.design.common.columns)}"] if sums[-1:] == ["XB"] else []
@@ -98,7 +127,12 @@ class WrittenText:
         sums = [product if s == "XB" else s for s in sums]
         sums += [offset.expression for offset in self.design.common.offsets]
         sums += [f"s_{smooth.column}" for smooth in grammar.smooths]
-        sums += [self._group_sum(g, self.design.terms_of(g.expression)) for g in grammar.groups]
+        innermost = {above for _, above in self.nestings.values()}
+        sums += [
+            self._group_sum(g, self.design.terms_of(g.expression))
+            for g in grammar.groups
+            if g not in innermost
+        ]
         inside.append(f"eta = {' + '.join(sums) or f'jnp.zeros({self.rows})'}")
         if self.distribution.mean:
             inside.append(f'numpyro.deterministic("mean", {self.distribution.mean})')
@@ -212,22 +246,26 @@ class WrittenText:
         width = np.concatenate([np.ones(int(terms.intercept)), *(c.width for c in terms.columns)])
         sds = (OF_SILOS if group.factors == (SILO,) else WIDE) * self.scale / width
         prior, k = self.priors.get("sd", ""), len(labels)
-        index = self._index(group)
+        index, mean = self._index(group), "0.0"
         if not k:
             raise ModelError(f"the group '{name}' has no effect: write (1 | {name}).")
+        if (above := self.group_above(group)) is not None:
+            mean = f"r_{above.name}[{self.codes_above(group, above)}]"
         if k == 1:
             yield self._sample(f"sd_{name}", prior or f"dist.HalfNormal({_number(sds[0])})")
-            each = f"dist.Normal(0.0, sd_{name})"
+            each = f"dist.Normal({mean}, sd_{name})"
         else:
             words = prior or f"dist.HalfNormal({_array(sds)}).to_event(1)"
             yield f"sd_{name} = {self._site(f'sd_{name}', words, labels)}"
-            each = f"dist.Normal(0.0, sd_{name}).to_event(1)"
+            each = f"dist.Normal({mean}, sd_{name}).to_event(1)"
             if group.correlated:
                 yield self._sample(f"cor_{name}", f"dist.LKJCholesky({k}, 1.0)")
-                each = f"dist.MultivariateNormal(scale_tril=sd_{name}[:, None] * cor_{name})"
+                root = f"scale_tril=sd_{name}[:, None] * cor_{name}"
+                means = "" if above is None else f"{mean}, "
+                each = f"dist.MultivariateNormal({means}{root})"
         if group.factors[0] not in self.shared:
             size = "1" if group.factors == (SILO,) else f"n_{index}"
-            yield f'with nf.silo_plate("{name}", {size}):'
+            yield f'with nf.silo_plate("{group.group}", {size}):'
             yield f'    r_{name} = numpyro.sample("r_{name}", {each})'
             return
         members = list(self.design.agreed.names[group.factors[0]])
@@ -240,9 +278,13 @@ class WrittenText:
             return "0"
         return group.factors[0] if group.factors[0] in self.shared else self.codes_of(group)
 
-    def codes_of(self, group: GroupEffect) -> str:
+    def codes_of(self, effect: GroupEffect) -> str:
         """Return the argument with the codes of a group, which is no column by another name."""
-        return f"{group.name}_group" if group.name in self.columns else group.name
+        return f"{effect.group}_group" if effect.group in self.columns else effect.group
+
+    def codes_above(self, effect: GroupEffect, above: GroupEffect) -> str:
+        """Return the argument with the code of the group above each member of a group."""
+        return f"{self.codes_of(above)}_of_{self.codes_of(effect)}"
 
     def _group_sum(self, group: GroupEffect, terms: ReadTerms) -> str:
         """Return what a group adds to the linear predictor."""

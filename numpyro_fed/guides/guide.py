@@ -32,15 +32,15 @@ class Guide:
     init_loc_fn: Callable[..., Any] | None = None
     encoders: Mapping[str, Encoder] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def outer_plates(self) -> tuple[str, ...]:
         """Return the plates with latents that stand above rows of another plate."""
-        return tuple(p.name for p in self.model.plates if p.dim and p.outer)
+        return self.model.outer_plates
 
-    @cached_property
+    @property
     def row_plates(self) -> tuple[str, ...]:
         """Return the other plates with latents."""
-        return tuple(p.name for p in self.model.plates if p.dim and not p.outer)
+        return self.model.row_plates
 
     @cached_property
     def locals_depend_on_globals(self) -> bool:

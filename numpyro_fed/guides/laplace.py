@@ -261,7 +261,7 @@ class Laplace:
             # A size of zero is always among those tried: a row that no step improves stays.
             sizes = jnp.array([*settings.step_sizes, 0.0])
             terms = jax.lax.map(
-                lambda size: self.model.smoothed.log_silo(
+                lambda size: self.model.smoothed.log_grouped(
                     theta,
                     z_G,
                     jax.tree.map(lambda a, b: a + size * b, near.z, direction),
@@ -298,10 +298,10 @@ class Laplace:
 
     @property
     def outer_plates(self) -> tuple[str, ...]:
-        return tuple(p.name for p in self.model.plates if p.dim and p.outer)
+        return self.model.outer_plates
 
     def _total(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Array:
-        terms = self.model.smoothed.log_silo(theta, z_G, z, data)
+        terms = self.model.smoothed.log_grouped(theta, z_G, z, data)
         return sum((rows.sum() for rows in terms.values()), jnp.zeros(()))
 
     def _real(self, plate: str, z: Rows, data: SiloData) -> Array:

@@ -116,8 +116,7 @@ def default_quadrature(fm: FederatedModel) -> Quadrature | None:
     nodes = default_nodes(fm)
     if not nodes:
         return None
-    adds_up = any(p.dim and not p.outer for p in fm.plates)
-    return Quadrature(NODES_OF_WEIGHTS if nodes == NODES and adds_up else nodes)
+    return Quadrature(NODES_OF_WEIGHTS if nodes == NODES and fm.row_plates else nodes)
 
 
 def objective_for(

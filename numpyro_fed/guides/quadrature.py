@@ -64,7 +64,7 @@ WIDEST = 2  # latents of a row, at most: the number of nodes grows as a power of
 def quadrature_misfit(fm: FederatedModel) -> str | None:
     """Return in words why quadrature cannot integrate a model's local latents; None if it can."""
     with_latents = [p for p in fm.plates if p.dim]
-    outer = [p.name for p in with_latents if p.outer]
+    outer = fm.outer_plates
     wide = [p for p in with_latents if p.dim > WIDEST]
     if not with_latents:
         return "no silo_plate has latents"
@@ -77,7 +77,10 @@ def quadrature_misfit(fm: FederatedModel) -> str | None:
 
 def default_nodes(fm: FederatedModel) -> int:
     """Return the number of nodes in each dimension where none is chosen; 0 for no quadrature."""
-    dims = [max([p.dim for p in fm.plates if p.outer == outer], default=0) for outer in (0, 1)]
+    dims = [
+        max([p.dim for p in fm.plates if p.name in plates], default=0)
+        for plates in (fm.row_plates, fm.outer_plates)
+    ]
     if sum(dims) > WIDEST or quadrature_misfit(fm) is not None:
         return 0
     if sum(dims) > 1:
@@ -169,7 +172,7 @@ class RowIntegrals:
             steps = jnp.moveaxis(linalg.solve(root, steps, transposed=True), -1, 0)
             z = {p: jnp.broadcast_to(a, (len(cells), *a.shape)) for p, a in latents.items()}
             z[plate] = mode + steps
-            log_p = jax.vmap(lambda z, p=plate: self.model.log_silo(theta, z_G, z, data)[p])(z)
+            log_p = jax.vmap(lambda z, p=plate: self.model.log_grouped(theta, z_G, z, data)[p])(z)
             cell = _drawn_cell(jax.random.fold_in(key_rows, i), log_p, cells, width)
             drawn[plate] = mode + linalg.solve(root, cell[..., None], transposed=True)[..., 0]
         return drawn
@@ -177,10 +180,18 @@ class RowIntegrals:
     def log_rows(
         self, key: Array, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData
     ) -> Rows:
-        """Return each row's log likelihood, {plate: (rows,)}, at a draw of the outer latents."""
-        drawn = self._drawn_outer(key, theta, z_G, near, data)
+        """Return each row's log likelihood, {plate: (rows,)}, at a draw of latents that rows share.
+
+        Those are the latents of outer plates, and of rows to which others belong.
+        """
+        drawn, below = self._drawn_outer(key, theta, z_G, near, data), self.model.below
         terms = self._terms(theta, z_G, drawn, near, data)
-        return {p: rows for p, rows in terms.items() if p not in drawn}
+        found = {p: rows for p, rows in terms.items() if p not in (*drawn, *below.values())}
+        if below:
+            z = self.sample(key, theta, z_G, near, data)
+            rows = self.model.log_silo(theta, z_G, z, data)
+            found |= {p: rows[p] for p in below}
+        return found
 
     def _drawn_outer(
         self, key: Array, theta: Theta, z_G: Array, near: SearchEnd, data: SiloData
@@ -230,7 +241,7 @@ class RowIntegrals:
     ) -> Rows:
         """Return the log likelihood of each row, and of the outer plate the log density."""
         latents = {**near.z, **z_outer}
-        terms = self.model.log_silo(theta, z_G, latents, data)
+        terms = self.model.log_grouped(theta, z_G, latents, data)
         for plate, (mode, precision) in self._places(theta, z_G, z_outer, near, data).items():
             d = mode.shape[1]
             root = linalg.cholesky(precision)
@@ -238,7 +249,7 @@ class RowIntegrals:
             nodes = jnp.broadcast_to(t.T, (*mode.shape, len(t)))
             steps = jnp.sqrt(2.0) * linalg.solve(root, nodes, transposed=True)  # (rows, d, K)
             log_p = jax.vmap(
-                lambda step, p=plate, mode=mode: self.model.log_silo(
+                lambda step, p=plate, mode=mode: self.model.log_grouped(
                     theta, z_G, {**latents, p: mode + step}, data
                 )[p]
             )(jnp.moveaxis(steps, -1, 0))
@@ -271,7 +282,7 @@ class RowIntegrals:
         """
         fm, sizes = self.model, self.model.sizes(data)
         n, d = modes[outer].shape
-        others = [p.name for p in fm.plates if p.name != outer]
+        others = [p.name for p in fm.plates if p.name != outer and p.name not in fm.below]
         if n == 1:
             return {p: jnp.zeros(sizes[p], int) for p in others}, jnp.array(True)
         index = jnp.arange(1.0, n + 1)
@@ -283,7 +294,7 @@ class RowIntegrals:
         tangents = powers[:, None, :, None] * jnp.eye(d)[:, None, :]  # (3, d, n, d)
 
         def rows(z: Array) -> Rows:
-            terms = fm.log_silo(theta, z_G, {**point, outer: z}, data)
+            terms = fm.log_grouped(theta, z_G, {**point, outer: z}, data)
             return {p: data.masked(p, terms[p]) for p in (*others, outer)}
 
         along = jax.vmap(lambda tangent: jax.jvp(rows, (point[outer],), (tangent,))[1])

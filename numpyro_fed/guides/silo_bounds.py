@@ -240,7 +240,7 @@ class SiloBound:
 
     def _log_ratio(self, z: Rows, at: AtDraw) -> Rows:
         """Return log p less log q of each row's own latents, {plate: (rows,)}."""
-        rows = self.model.log_silo(at.theta, at.z_G, {**at.z_outer, **z}, at.data)
+        rows = self.model.log_grouped(at.theta, at.z_G, {**at.z_outer, **z}, at.data)
         return {p: v - self._log_q(p, at, z[p]) if p in z else v for p, v in rows.items()}
 
     def _tiled(self, eps: Rows) -> Rows:

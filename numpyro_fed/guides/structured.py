@@ -160,7 +160,8 @@ def resolve_guide(
     spec = as_structured(spec)
     with_latents = [p for p in fm.plates if p.dim]
     # By the largest silo, padded: guides of all silos have one shape, and one program.
-    width_outer = sum(p.dim * largest[p.name] for p in with_latents if p.outer)
+    above = fm.outer_plates
+    width_outer = sum(p.dim * largest[p.name] for p in with_latents if p.name in above)
     plates = []
     for p in with_latents:
         kind = _setting_of_plate(spec, fm, p.name)
@@ -173,7 +174,7 @@ def resolve_guide(
                     f"locals={{'{p.name}': 'full', ...}}, and Amortised() for the plate below."
                 )
             kind, mean, scale = AMORTISED, False, False
-        elif kind == "auto" and p.outer and largest[p.name] * p.dim <= JOINT_UP_TO:
+        elif kind == "auto" and p.name in above and largest[p.name] * p.dim <= JOINT_UP_TO:
             kind = "joint"
         elif kind == "auto":
             kind = "full" if p.dim <= FULL_ROW_UP_TO else "diagonal"
@@ -182,7 +183,7 @@ def resolve_guide(
                 f"locals={kind!r} for silo_plate '{p.name}': expected 'auto', 'diagonal', 'full', "
                 "'joint' or guides.Amortised(...)."
             )
-        width = fm.dim + (0 if p.outer else width_outer)
+        width = fm.dim + (0 if p.name in above else width_outer)
         couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
         mean, scale = (couple if own is None else own for own in (mean, scale))
         plates.append((p.name, kind, mean, scale))

@@ -286,7 +286,7 @@ def minibatches_of(
             f"{words} locals='joint' for silo_plate '{joint[0]}': one covariance over all rows has "
             f"no part for a minibatch. Use locals='full' or 'diagonal'. {WHOLE}"
         )
-    if weighted := [p for p in guide.outer_plates if draws[p] > 1]:
+    if weighted := [p for p in guide.locals if draws[p] > 1 and p in fm.outer]:
         raise GuideError(
             f"{words} {draws[weighted[0]]} draws at silo_plate '{weighted[0]}', above the rows of "
             "others: a silo is weighed as a whole there, of which some rows say nothing without "

@@ -194,7 +194,7 @@ class Result(Posterior, FederatedRun):
 
     def silos_at(self, z_G: np.ndarray) -> SiloTable:
         """Return the influence of each silo at a place (num_globals,) of the globals."""
-        has_outer = any(p.dim and p.outer for p in self._fit.model.plates)
+        has_outer = bool(self._fit.model.outer_plates)
         return replace(table_of(self.factors_at(z_G), has_outer), names=self._silos.names)
 
     @in_precision_of_object

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -274,6 +275,75 @@ def row_axes(program: Program, axes: Sequence[Axis]) -> list[Axis]:
     return [axis_of(v) for v in program.jaxpr.outvars]
 
 
+class Lookups(NamedTuple):
+    """A program that reads rows of some inputs by an index alone, such as ``effects[group]``.
+
+    ``rest`` is the program with what it looks up as further inputs, which have rows along ``axes``,
+    and ``used`` the other inputs that it still has. ``indices`` are the programs (n, 1) of the
+    indices, each with the inputs that it has.
+    """
+
+    rest: Program
+    used: list[bool]
+    axes: list[int]
+    indices: list[tuple[Program, list[bool]]]
+
+
+def lookups(program: Program, axes: Sequence[Axis]) -> Lookups | None:
+    """Return a program's lookups in inputs with rows along ``axes``; None if it reads them else."""
+    jaxpr = program.jaxpr
+    found, kept, made, of_rows = dict(zip(jaxpr.invars, axes, strict=True)), [], [], []
+    producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        own = [None if isinstance(v, Literal) else found.get(v) for v in eqn.invars]
+        is_gather = eqn.primitive.name == "gather" and own[0] is not None
+        if is_gather and (index := _index_of_rows(eqn, own, producer)) is not None:
+            made.append(eqn)
+            of_rows.append(index)
+        else:
+            kept.append(eqn)
+            found |= zip(eqn.outvars, _results(eqn, own), strict=True)
+    if not made:
+        return None
+    results = [eqn.outvars[0] for eqn in made]
+    places = [
+        next(i for i in range(len(_shape(v))) if i not in eqn.params["dimension_numbers"][0])
+        for eqn, v in zip(made, results, strict=True)
+    ]
+    whole = Program(jaxpr.replace(invars=[*jaxpr.invars, *results], eqns=kept), program.consts)
+    rest, used = pruned(whole, [True] * len(jaxpr.outvars))
+    given, looked_up = used[: len(axes)], used[len(axes) :]
+    if any(is_used and axis is not None for is_used, axis in zip(given, axes, strict=True)):
+        return None
+    indices = [
+        pruned(Program(jaxpr.replace(outvars=[index]), program.consts), [True]) for index in of_rows
+    ]
+    return Lookups(rest, given, list(compress(places, looked_up)), indices)
+
+
+def _index_of_rows(
+    eqn: JaxprEqn, axes: Sequence[Axis], producer: Mapping[Var, JaxprEqn]
+) -> Atom | None:
+    """Return the indices (n, 1) by which a gather reads one row each; None if it reads more."""
+    numbers, (row, index), indices = eqn.params["dimension_numbers"], axes, eqn.invars[1]
+    looked_in = tuple(numbers.start_index_map)
+    plain = not numbers.operand_batching_dims and looked_in == tuple(numbers.collapsed_slice_dims)
+    if not plain or index is not None or row not in looked_in or len(_shape(indices)) != 2:
+        return None
+    whole = [n for i, n in enumerate(_shape(eqn.invars[0])) if i not in looked_in]
+    if whole != [n for i, n in enumerate(eqn.params["slice_sizes"]) if i not in looked_in]:
+        return None
+    if len(looked_in) == 1:
+        return indices
+    # As of ``effects[group, 1]``: a column of indices for each axis.
+    joined = None if isinstance(indices, Literal) else producer.get(indices)
+    if joined is None or joined.primitive.name != "concatenate":
+        return None
+    columns = joined.invars
+    alike = len(columns) == len(looked_in) and all(_shape(v)[1:] == (1,) for v in columns)
+    return columns[looked_in.index(row)] if alike and joined.params["dimension"] == 1 else None
+
+
 def _results(eqn: JaxprEqn, axes: Sequence[Axis]) -> Sequence[Axis]:
     """Return the axes of an operation's results."""
     if all(axis is None for axis in axes):
@@ -325,6 +395,10 @@ def _result(eqn: JaxprEqn, axes: Sequence[Axis]) -> Axis:
         return MIXED if common == params[ALONG[name]] else common
     if name == "stack" and common != MIXED:
         return common + (common >= params["axis"])
+    # The columns of B in A X = B, or the rows in X A = B, have a solution each.
+    free = len(new) - (1 if params.get("left_side") else 2)
+    if name == "triangular_solve" and axis is None and common == free:
+        return common
     if name in OF_MATRICES:
         ranks = {len(_shape(v)) for v in (*eqn.invars, *eqn.outvars)}
         return common if len(ranks) == 1 and common < min(ranks) - 2 else MIXED

@@ -33,6 +33,7 @@ from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.numerics.accurate_densities import log_prob, no_more_than_finite
 from numpyro_fed.text.handlers import OBSERVED, UNOBSERVED
 from numpyro_fed.text.jaxprs import Labels, provenance
+from numpyro_fed.text.membership import member_index
 from numpyro_fed.text.site_table import Plate, Rows, Site, Structure, Theta, sum_rows, unpack
 from numpyro_fed.text.trace import DENSITY, INITIAL, LATENT, PARAMETER, VALUE, Trace
 from numpyro_fed.text.traces import Traces, run_text
@@ -62,6 +63,9 @@ class FederatedModel:
         The data of one silo, whose shapes the global functions take.
     outer : frozenset of str
         The silo plates whose latents sites of other silo plates read.
+    below : dict of str to str
+        The silo plates whose rows belong to rows of another one, as visits to patients, each with
+        that plate (:mod:`numpyro_fed.text.membership`).
     without_kinks : FederatedModel or None
         The model with kinks rounded off (:mod:`numpyro_fed.text.handlers`), if it has any.
     networks : dict of str to callable
@@ -71,6 +75,7 @@ class FederatedModel:
     traces: Traces
     silo: SiloData
     outer: frozenset[str] = frozenset()
+    below: Mapping[str, str] = field(default_factory=dict)
     without_kinks: FederatedModel | None = None
     networks: Mapping[str, Callable[[Array], Any]] = field(default_factory=dict)
 
@@ -102,6 +107,17 @@ class FederatedModel:
             if site.kind == "latent" and site.plate is not None:
                 width[site.plate] = max(width[site.plate], site.stop)
         return tuple(Plate(p, dim, p in self.outer) for p, dim in width.items())
+
+    @cached_property
+    def outer_plates(self) -> tuple[str, ...]:
+        """Return the plates with latents above those of other plates, or read by several rows."""
+        joined = {*self.below.values()}
+        return tuple(p.name for p in self.plates if p.dim and p.outer and p.name not in joined)
+
+    @cached_property
+    def row_plates(self) -> tuple[str, ...]:
+        """Return the other plates with latents: their rows are independent given the others."""
+        return tuple(p.name for p in self.plates if p.dim and p.name not in self.outer_plates)
 
     @cached_property
     def covariates(self) -> frozenset[str]:
@@ -212,6 +228,16 @@ class FederatedModel:
             plate = str(trace.terms[name].plate)
             total[plate] = total.get(plate, 0.0) + trace.terms[name].rows(density)
         return {plate: data.masked(plate, rows) for plate, rows in total.items()}
+
+    @compiled_method(partial(jax.jit, inline=True))
+    def log_grouped(self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
+        """Return the same, with the terms of rows that belong to another one added to its own."""
+        total, trace = self.log_silo(theta, z_G, z_L, data), self.traces.at(data)
+        for plate, of in self.below.items():
+            rows = data.weights.get(plate, 1.0) * total.pop(plate)
+            member = member_index(trace, plate, of, data.arrays)
+            total[of] = total[of].at[member].add(rows)
+        return total
 
     def outcome_terms(
         self, theta: Mapping[str, Any], trace: Mapping[str, Any], data: SiloData

@@ -26,6 +26,7 @@ from numpyro_fed.data.silo_data import SiloData, Sizes
 from numpyro_fed.text.handlers import localised, rounded, with_missing
 from numpyro_fed.text.jaxprs import same_but_for_sizes
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.membership import plates_below
 from numpyro_fed.text.missing import check_missing
 from numpyro_fed.text.site_table import Structure
 from numpyro_fed.text.trace import ARRAY, DENSITY, THE_KEY, VALUE, Trace
@@ -78,10 +79,11 @@ def split_with_rows(
         if s.plate is not None and s.kind not in ("deterministic", "param")
         for plate in trace.plates_read(s) - {s.plate}
     )
+    below = plates_below(traces_of_silos, outer) if outer else {}
     smooth = None
     if trace.structure.kinked:
-        smooth = FederatedModel(Traces(rounded(traces.model)), silo, outer)
-    fm = FederatedModel(traces, silo, outer, smooth)
+        smooth = FederatedModel(Traces(rounded(traces.model)), silo, outer, below)
+    fm = FederatedModel(traces, silo, outer, below, smooth)
     check_sources(trace)
     if missing:
         check_missing(missing, silos, traces_of_silos)

@@ -90,7 +90,7 @@ class SiloLikelihood:
         return z, keys, jax.vmap(latents.log_likelihood)(z, keys) - log_q
 
     def log_rows(self, key: Array, given: AtDraw) -> Rows:
-        """Return each row's log likelihood, outer plates' latents drawn by their weights."""
+        """Return each row's log likelihood, latents that rows share drawn by their weights."""
         latents, key_outer, key_rows = self._latents_at(key, given)
         z_outer: Rows = {}
         if self.guide.outer_plates:
@@ -98,8 +98,14 @@ class SiloLikelihood:
             z, keys, terms = self._outer_terms(latents, key_outer, key_rows)
             chosen = jax.random.categorical(key_choice, terms)
             z_outer, key_rows = {p: a[chosen] for p, a in z.items()}, keys[chosen]
-        found = latents.row_terms(z_outer, key_rows)
-        return {p: rows for p, rows in found.items() if p not in self.guide.outer_plates}
+        found, below = latents.row_terms(z_outer, key_rows), self.model.below
+        shared = *self.guide.outer_plates, *below.values()
+        own = {p: rows for p, rows in found.items() if p not in shared}
+        if below:
+            z = {**z_outer, **latents.drawn_rows(z_outer, key_rows)}
+            rows = self.model.log_silo(given.theta, given.z_G, z, given.data)
+            own |= {p: rows[p] for p in below}
+        return own
 
 
 @dataclass(frozen=True)
@@ -130,13 +136,32 @@ class _LatentsAt:
 
     def row_terms(self, z_outer: Rows, key: Array) -> Rows:
         """Return what each row adds to the log likelihood given the outer latents."""
+        _, weights, terms = self._weighed_rows(z_outer, key)
+        means = {p: jax.nn.logsumexp(w, axis=0) - jnp.log(len(w)) for p, w in weights.items()}
+        return {**terms, **means}
+
+    def drawn_rows(self, z_outer: Rows, key: Array) -> Rows:
+        """Return a draw of rows' latents {plate: (rows, dim)} by their weights."""
+        z, weights, _ = self._weighed_rows(z_outer, key)
+        drawn = {}
+        for i, p in enumerate(sorted(z)):
+            # Rows first: padded rows, which come last, then change no other number.
+            chosen = jax.random.categorical(jax.random.fold_in(key, i), weights[p].T, axis=1)
+            drawn[p] = z[p][chosen, jnp.arange(len(chosen))]
+        return drawn
+
+    def _weighed_rows(self, z_outer: Rows, key: Array) -> tuple[Rows, Rows, Rows]:
+        """Return draws of rows' latents, their log weights, and the terms of other plates.
+
+        Draws are {plate: (K, rows, dim)}, and log weights {plate: (K, rows)}.
+        """
         guide, fm = self.likelihood.guide, self.likelihood.model
 
         def joint(z: Rows) -> Rows:
-            return fm.log_silo(self.theta, self.z_G, {**z_outer, **z}, self.data)
+            return fm.log_grouped(self.theta, self.z_G, {**z_outer, **z}, self.data)
 
         if not guide.row_plates:
-            return joint({})
+            return {}, {}, joint({})
         refined = self
         if plates := [p for p in guide.row_plates if not guide.locals[p].joint]:
             # Guides of rows go to the modes given the latents above them.
@@ -148,15 +173,15 @@ class _LatentsAt:
             refined = self.with_modes({p: found[p] for p in plates})
         number = max(self.likelihood.draws[p] for p in guide.row_plates)
         z, log_mixture = refined.mixture(guide.row_plates, number, z_outer, key)
-        terms: Rows = {}
+        weights, terms = Rows(), Rows()
         for plate, rows in jax.vmap(joint)(z).items():
             if plate in log_mixture:
                 # Draws of the prior may be infinite, where the mixture has no density, either.
-                ratio = jnp.where(rows == -jnp.inf, -jnp.inf, rows - log_mixture[plate])
-                terms[plate] = jax.nn.logsumexp(ratio, axis=0) - jnp.log(number)
+                finite = rows - log_mixture[plate]
+                weights[plate] = jnp.where(rows == -jnp.inf, -jnp.inf, finite)
             else:
                 terms[plate] = rows[0]
-        return terms
+        return z, weights, terms
 
     def mixture(
         self, plates: tuple[str, ...], number: int, z_outer: Rows, key: Array
@@ -275,7 +300,8 @@ class Integration:
 
     def _terms(self, fm: FederatedModel, *, outer: bool) -> int:
         """Return the number of nodes or draws of the latents of outer plates, or of rows."""
-        plates = [p for p in fm.plates if p.dim and p.outer == outer]
+        names = fm.outer_plates if outer else fm.row_plates
+        plates = [p for p in fm.plates if p.name in names]
         numbers = (self.nodes**p.dim if self.nodes else self.draws.get(p.name, 1) for p in plates)
         return max(numbers, default=1)
 
