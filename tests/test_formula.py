@@ -489,6 +489,36 @@ def test_new_rows_of_a_known_silo_have_its_groups():
         f.silo(new, new=True, of="C")
 
 
+@pytest.mark.parametrize("effects", ["(1 | block/plot)", "(1 | plot) + (1 | block)"])
+def test_the_effect_of_a_group_is_the_mean_of_those_within_it(effects):
+    """Nested groups are found where names say so, too; rows then look one group up alone."""
+    block = np.repeat(["a", "b", "c", "d"], 10)
+    plot = [f"{b}{i}" for b, i in zip(block, np.resize([1, 2, 3], 40), strict=True)]
+    f = nf.formula(f"y ~ age + {effects}")
+    silos = f.silos({name: table(block=block, plot=plot) for name in "AB"})
+    inner = "block_plot" if "/" in effects else "plot"
+    above, own = silos["A"][f"block_of_{inner}"], silos["A"][inner]
+    np.testing.assert_array_equal(above[own], silos["A"]["block"])
+    words = " ".join(f.text.split())
+    assert f"dist.Normal(r_block[block_of_{inner}], sd_{inner})" in words
+    assert f"+ r_{inner}[{inner}]" in words
+    assert "+ r_block[" not in words
+    fm = split(f.model, read(silos))
+    assert (fm.below, fm.outer_plates) == ({"row": inner}, ("block",))
+    new = dict(age=[30.0], block=["c"], plot=["c2"])
+    found = f.silo(new, new=True, of="A")
+    np.testing.assert_array_equal(found[f"block_of_{inner}"], above)
+    alone = f.silo(new, new=True)
+    assert (alone[f"block_of_{inner}"], alone[inner]) == ([0], [0])
+
+
+def test_groups_that_cross_are_not_nested():
+    f = nf.formula("y ~ 1 + (1 | ward) + (1 | team)")
+    f.silos([table(ward=np.resize([0, 1], 40), team=np.resize([0, 1, 2], 40))] * 2)
+    assert f.agreed.nested == frozenset()
+    assert "r_ward[ward] + r_team[team]" in f.text
+
+
 def test_silos_in_other_processes_agree_on_the_same():
     some = tables()
     nodes = [nf.Silo(one, names={}) for one in some.values()]

@@ -36,6 +36,8 @@ class Agreed:
     """The levels of categorical columns that silos agree on, and mean and sd of the others.
 
     ``categories`` is the number of those of an ordinal outcome, which count from ``first`` on.
+    ``nested`` has pairs of groups within a silo, by their columns: each member of the first belongs
+    to one of the second, though the formula does not say so.
     """
 
     levels: Levels | None
@@ -43,6 +45,7 @@ class Agreed:
     sd: Mapping[str, float]
     categories: int = 0
     first: int = 0
+    nested: frozenset[tuple[tuple[str, ...], tuple[str, ...]]] = frozenset()
 
     @property
     def names(self) -> Mapping[str, tuple[str, ...]]:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ class Formula:
         """
         grammar, ordinal, asked = self.grammar, self.distribution.ordinal, tables
         read = [*columns_read(grammar), *self.shared]
-        categories = first = 0
+        categories, first, nested = 0, 0, frozenset[tuple[tuple[str, ...], tuple[str, ...]]]()
         if isinstance(tables, Federation):
             if categorical is None or grammar.factors or ordinal:
                 raise ModelError(
@@ -101,6 +102,7 @@ class Formula:
             asked = [frame[frame[read].notna().all(axis=1)] for frame in frames.values()]
             if categorical is None:
                 categorical = [c for c in read if self._is_categorical(c, asked)]
+            nested = self._nested(asked)
             if ordinal:
                 first, categories = _ordinal([frame[grammar.response] for frame in asked])
         categorical = [*dict.fromkeys([*categorical, *self.shared])]
@@ -118,7 +120,7 @@ class Formula:
             found = moments(of_numbers, numeric)
             mean = {c: float(found.mean[c]) for c in numeric}
             sd = {c: float(found.sd[c]) for c in numeric}
-        self.agreed = Agreed(known, mean, sd, categories, first)
+        self.agreed = Agreed(known, mean, sd, categories, first, nested)
         for name in ("written", "model"):
             self.__dict__.pop(name, None)
         return self.agreed
@@ -259,6 +261,23 @@ class Formula:
         if str(silo) not in self._members:
             raise DataError(f"of={silo!r}: known are the silos {[*self._members]}.")
         return self._members[str(silo)]
+
+    def _nested(self, frames: Sequence[Any]) -> frozenset[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Return the pairs of groups of which one is within the other at all silos."""
+        others = [(SILO,), *((name,) for name in self.shared)]
+        groups = {g.factors: g for g in self.grammar.groups if g.factors not in others}
+        found = set(permutations(groups, 2))
+        for frame in frames if found else ():
+            lacking = {f for factors in groups for f in factors if f != SILO} - {*frame}
+            if lacking:  # of which the silo's own data will tell
+                return frozenset()
+            words = {factors: _member_words(frame, g) for factors, g in groups.items()}
+            number = {factors: len(np.unique(w)) for factors, w in words.items()}
+            for inner, outer in sorted(found):
+                pairs = np.unique(np.stack([words[inner], words[outer]]), axis=1)
+                if not pairs.shape[1] == number[inner] > number[outer]:
+                    found.discard((inner, outer))
+        return frozenset(found)
 
     def _is_categorical(self, column: str, frames: Sequence[Any]) -> bool:
         """Return whether a column is one of categories at all silos."""

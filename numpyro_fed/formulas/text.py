@@ -52,7 +52,16 @@ class WrittenText:
         """
         others = [(SILO,), *((name,) for name in self.shared)]
         groups = {g.factors: g for g in self.design.grammar.groups if g.factors not in others}
-        return sorted(groups.values(), key=lambda g: len(g.factors))
+        return sorted(groups.values(), key=self._depth)
+
+    def _depth(self, effect: GroupEffect) -> int:
+        """Return how many groups an effect's group is within."""
+        factors = {g.factors for g in self.design.grammar.groups}
+        return sum(self._is_within(effect.factors, other) for other in factors)
+
+    def _is_within(self, inner: tuple[str, ...], outer: tuple[str, ...]) -> bool:
+        """Return whether members of a group within a silo belong to one of another each."""
+        return {*outer} < {*inner} or (inner, outer) in self.design.agreed.nested
 
     def group_above(self, effect: GroupEffect) -> GroupEffect | None:
         """Return the same effects of the closest group that this one is within, if there are.
@@ -64,11 +73,11 @@ class WrittenText:
         above = [
             g
             for g in groups
-            if {*g.factors} < {*effect.factors}
+            if self._is_within(effect.factors, g.factors)
             and g.factors in [own.factors for own in self.own_groups]
             and (g.expression, g.number) == (effect.expression, effect.number)
         ]
-        return max(above, key=lambda g: len(g.factors), default=None)
+        return max(above, key=self._depth, default=None)
 
     @property
     def nestings(self) -> dict[str, tuple[GroupEffect, GroupEffect]]:
@@ -117,8 +126,7 @@ class WrittenText:
         for smooth in grammar.smooths:
             outside += self._smooth_prior(smooth)
         # Outer groups first, whose effects are the means of those within them.
-        effects = sorted(grammar.groups, key=lambda g: len(g.factors) * (g.factors != (SILO,)))
-        for effect in effects:
+        for effect in sorted(grammar.groups, key=self._depth):
             outside += self._group_prior(effect, self.design.terms_of(effect.expression))
         outside += [self._sample(name, prior) for name, prior in self._parameters]
         inside = [line for smooth in grammar.smooths for line in _smooth(smooth, self.design)]
