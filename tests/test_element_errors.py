@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, moments, tail_shape
+from numpyro_fed.weigh.element_errors import (
+    FINITE_TAIL,
+    ElementErrors,
+    Rounding,
+    moments,
+    tail_shape,
+)
 from numpyro_fed.weigh.weights import Weights, replace_weightless, smooth_tail
 
 BOUND = 0.03
@@ -190,6 +196,19 @@ def test_constants_have_no_errors_and_functions_of_globals_do_not_decide():
     assert np.where(found.infinite, 0.0, found.error[:2])[:, found.latent].max() < BOUND
     assert "'gap' cannot be computed at some draws" in found.words(BOUND)
     assert "the mean of 'ratio' rests on a few draws far out" in found.words(BOUND)
+
+
+def test_a_tail_between_bounds_is_that_of_the_weights():
+    """A correlation's root, next to 1 at most draws: w (h - m)^2 has no heavier tail than w."""
+    r = np.random.default_rng(0)
+    h = np.sqrt(1 - np.tanh(r.normal(0, 0.25, 4_000)) ** 2)[:, None]
+    w = np.exp(r.normal(0, 0.6, 4_000))
+    free, within = (
+        ElementErrors.of({"h": h, "f": h}, {"h"}, w / w.sum(), bounded=names) for names in ((), "h")
+    )
+    assert free.shape[1, 0] > FINITE_TAIL > within.shape[1, 0] == tail_shape(np.log(w / w.sum()))
+    np.testing.assert_array_equal(within.error, free.error)
+    assert within.shape[1, 1] == free.shape[1, 1]  # a function of globals may have any tail
 
 
 def test_names_of_many_elements_are_shortened():

@@ -219,7 +219,9 @@ class Corrected(Posterior, WeightedDraws[Result]):
             _key=random.fold_in(self._key, 6),
             _moments=found,
             _rounding=Rounding.of(self.z_G, weights.values, log_weights, found.mean, found.sd),
-            errors=ElementErrors.of(draws, latents, weights.values, labels=fm.labels),
+            errors=ElementErrors.of(
+                draws, latents, weights.values, labels=fm.labels, bounded=fm.bounded
+            ),
             log_weights=log_weights,
             log_joint=None,
             pool=None,

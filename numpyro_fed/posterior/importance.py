@@ -326,7 +326,9 @@ class Weighing:
             _key=random.fold_in(key, 1),
             _moments=found,
             _rounding=rounding._replace(no_density=no_density),
-            errors=ElementErrors.of(draws, latents, weights.values, labels=fit.model.labels),
+            errors=ElementErrors.of(
+                draws, latents, weights.values, labels=fit.model.labels, bounded=fit.model.bounded
+            ),
             accuracy=self.accuracy,
             z_G=z_G,
             _sampler=sampler,

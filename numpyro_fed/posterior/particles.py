@@ -457,7 +457,9 @@ def particles_of(
     latents = {s.name for s in fit._fit.model.named("latent")}
     index = np.arange(len(z)).reshape(len(kept), NUM_ISLANDS, -1)
     by_islands = index.swapaxes(0, 1).reshape(NUM_ISLANDS, -1)
-    errors = ElementErrors.of(draws, latents, even, by_islands, fit._fit.model.labels)
+    errors = ElementErrors.of(
+        draws, latents, even, by_islands, fit._fit.model.labels, fit._fit.model.bounded
+    )
     shift_error = disagreement(z[by_islands], computed.sd)
     counts = log_p > LOST / 2
     of_islands, factors = state.log_evidence, fit._fit.built.factors

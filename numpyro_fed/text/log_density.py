@@ -35,6 +35,7 @@ from numpyro_fed.text.handlers import OBSERVED, UNOBSERVED
 from numpyro_fed.text.jaxprs import Labels, provenance
 from numpyro_fed.text.membership import member_index
 from numpyro_fed.text.site_table import Plate, Rows, Site, Structure, Theta, sum_rows, unpack
+from numpyro_fed.text.supports import has_bounds
 from numpyro_fed.text.trace import DENSITY, INITIAL, LATENT, PARAMETER, VALUE, Trace
 from numpyro_fed.text.traces import Traces, run_text
 
@@ -198,6 +199,12 @@ class FederatedModel:
     def labels(self) -> dict[str, tuple[str, ...]]:
         """Return the names of the entries of global latents, ``infer={"labels": ...}``."""
         return {s.name: s.labels for s in self.sites if s.labels}
+
+    @cached_property
+    def bounded(self) -> frozenset[str]:
+        """Return the global latents whose values lie between two numbers, as those of a beta."""
+        supports = self.structure.supports
+        return frozenset(s.name for s in self.named("latent") if has_bounds(supports[s.name]))
 
     @property
     def smoothed(self) -> FederatedModel:

@@ -29,6 +29,15 @@ BOUNDED = {
 }
 
 
+WITHIN_BOUNDS = tuple(
+    type(c)
+    for c in (
+        *(constraints.unit_interval, constraints.interval(0, 1), constraints.open_interval(0, 1)),
+        *(constraints.simplex, constraints.circular, constraints.sphere),
+        *(constraints.corr_cholesky, constraints.corr_matrix),
+    )
+)
+
 Observed = tuple[AnyArray, AnyArray, AnyArray]  # as :func:`observed_at` returns them
 
 
@@ -149,6 +158,13 @@ def _is_plain(support: constraints.Constraint | None) -> bool:
     bounds = (getattr(support, name, 0) for name in ("lower_bound", "upper_bound"))
     known = support is None or support in PLAIN or type(support) in BOUNDED
     return known and all(isinstance(b, int | float | np.number) for b in bounds)
+
+
+def has_bounds(support: object) -> bool:
+    """Return whether all values of a support lie between two numbers."""
+    if isinstance(support, constraints.independent):
+        return has_bounds(support.base_constraint)
+    return isinstance(support, WITHIN_BOUNDS)
 
 
 def _words(support: constraints.Constraint | None) -> tuple[str, str]:

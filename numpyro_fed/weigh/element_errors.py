@@ -126,20 +126,28 @@ class ElementErrors(NamedTuple):
         weights: np.ndarray,
         islands: np.ndarray | None = None,
         labels: EntryNames | None = None,
+        bounded: Collection[str] = (),
     ) -> ElementErrors:
         """Return the errors of draws {site: (n, ...)} with weights (n,) that sum to one.
 
-        Those of particles are the disagreement of ``islands`` (4, n / 4), their places.
+        Those of particles are the disagreement of ``islands`` (4, n / 4), their places. Values of
+        the sites ``bounded`` lie between two numbers: a tail of their terms is one of the weights.
         """
         of_latents = {k: v for k, v in draws.items() if k in latents}
         names, values = elements({**of_latents, **draws}, labels)
-        number = sum(int(np.prod(np.shape(v)[1:])) for v in of_latents.values())
+        sizes = {k: int(np.prod(np.shape(v)[1:])) for k, v in of_latents.items()}
+        number = sum(sizes.values())
+        within = [k in bounded for k, size in sizes.items() for _ in range(size)]
         names, values = names[: number + MOST_FUNCTIONS], values[:, : number + MOST_FUNCTIONS]
         latent = np.arange(len(names)) < number
         w, columns = weights[weights > 0], [x[weights > 0] for x in values.T]
         varies = np.array([len(w) < 2 or not (x == x[0]).all() for x in columns], bool)
         found = [_one_element(x, w, islands) for x, v in zip(columns, varies, strict=True) if v]
         table = np.array(found, float).reshape(-1, 7).T
+        if bounded and len(w) > 1:
+            has_bounds = np.append(within, np.zeros(len(names) - number, bool))[varies]
+            of_weights = tail_shape(np.log(w))
+            table[3:5] = np.where(has_bounds, np.minimum(table[3:5], of_weights), table[3:5])
         return cls(
             tuple(name for name, v in zip(names, varies, strict=True) if v),
             latent[varies],
