@@ -201,7 +201,7 @@ def test_constants_have_no_errors_and_functions_of_globals_do_not_decide():
 def test_a_tail_between_bounds_is_that_of_the_weights():
     """A correlation's root, next to 1 at most draws: w (h - m)^2 has no heavier tail than w."""
     r = np.random.default_rng(0)
-    h = np.sqrt(1 - np.tanh(r.normal(0, 0.25, 4_000)) ** 2)[:, None]
+    h = np.sqrt(1 - np.tanh(0.25 * r.standard_t(4, 4_000)) ** 2)[:, None]
     w = np.exp(r.normal(0, 0.6, 4_000))
     free, within = (
         ElementErrors.of({"h": h, "f": h}, {"h"}, w / w.sum(), bounded=names) for names in ((), "h")
