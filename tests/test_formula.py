@@ -498,7 +498,7 @@ def test_the_effect_of_a_group_is_the_mean_of_those_within_it(effects):
     silos = f.silos({name: table(block=block, plot=plot) for name in "AB"})
     inner = "block_plot" if "/" in effects else "plot"
     above, own = silos["A"][f"block_of_{inner}"], silos["A"][inner]
-    np.testing.assert_array_equal(above[own], silos["A"]["block"])
+    np.testing.assert_array_equal(above[own], np.repeat([0, 1, 2, 3], 10))
     words = " ".join(f.text.split())
     assert f"dist.Normal(r_block[block_of_{inner}], sd_{inner})" in words
     assert f"+ r_{inner}[{inner}]" in words
@@ -510,6 +510,48 @@ def test_the_effect_of_a_group_is_the_mean_of_those_within_it(effects):
     np.testing.assert_array_equal(found[f"block_of_{inner}"], above)
     alone = f.silo(new, new=True)
     assert (alone[f"block_of_{inner}"], alone[inner]) == ([0], [0])
+
+
+@pytest.mark.parametrize(
+    ("effects", "number"),
+    [
+        ("(1 | ward) + (1 | bed) + (1 | nurse)", 3),
+        ("(1 | ward) + (1 | ward:bed) + (1 | ward:nurse)", 3),
+        ("(1 | ward/bed) + (1 | ward:nurse)", 3),
+        ("(1 | ward/bed) + (0 + x | ward/bed)", 4),
+        ("(1 | silo) + (1 | ward/bed)", 3),
+    ],
+)
+def test_no_effect_counts_twice(effects, number):
+    """With sds of one, the variance of a row is the number of its effects."""
+    ward, bed, nurse = np.repeat([0, 1, 2, 3], 10), np.arange(40) // 2, np.arange(40) // 10 * 10
+    nurse = nurse + np.resize([0, 1, 2], 40)
+    f = nf.formula(f"y ~ 1 + {effects}")
+    names = dict(ward=ward, bed=bed, nurse=nurse, x=np.ones(40))
+    silo = f.silos([table(**names)] * 2)[0]
+    sds = {f"sd_{g.name}": 1.0 for g in f.grammar.groups} | {"Intercept": 0.0}
+    text = handlers.substitute(f.model, data=sds)
+    drawn = numpyro.infer.Predictive(text, num_samples=4_000, parallel=True)(KEY, **silo)["mean"]
+    np.testing.assert_allclose(np.asarray(drawn).var(), number, rtol=0.1)
+
+
+def test_nesting_is_that_of_all_tables_and_checked_at_new_ones():
+    ward, bed = np.repeat([0, 1], 20), np.arange(40) // 5
+    f = nf.formula("y ~ 1 + (1 | ward) + (1 | bed)")
+    lacking = np.where(np.arange(40) == 3, None, ward)
+    f.agree([table(ward=ward, bed=bed), table(ward=lacking, bed=np.repeat([0, 1], 20))])
+    assert f.agreed.nested == {(("bed",), ("ward",))}
+    crossing = table(ward=ward, bed=np.arange(40) % 5)
+    with pytest.raises(DataError, match="in another 'ward' than others of its group"):
+        f.silo(crossing)
+    f = nf.formula("y ~ 1 + (1 | ward) + (1 | bed)")
+    f.silos({"A": table(ward=ward, bed=bed)})
+    with pytest.raises(DataError, match="row 0 of 'bed' is in another 'ward'"):
+        f.silo(dict(ward=[1], bed=[0]), new=True, of="A")
+    f = nf.formula("y ~ ward_of_bed + (1 | ward) + (1 | bed)")
+    f.agree([table(ward=ward, bed=bed, ward_of_bed=1.0 * bed)])
+    with pytest.raises(ModelError, match="name of an argument, 'ward_of_bed'"):
+        _ = f.text
 
 
 def test_groups_that_cross_are_not_nested():

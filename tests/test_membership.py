@@ -1,5 +1,7 @@
 """Rows that belong to rows of another plate, as visits to patients: found when it is so, exact."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +14,13 @@ import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.guides.laplace import Laplace
 from numpyro_fed.guides.quadrature import RowIntegrals, default_nodes, silo_integral
+from numpyro_fed.guides.silo_bounds import AtDraw
+from numpyro_fed.guides.structured import build_guide, resolve_guide
+from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.text.membership import member_index
+from numpyro_fed.text.plan import agree
 from numpyro_fed.text.split import split
+from numpyro_fed.weigh.integration import SiloLikelihood
 
 QUIET = dict(progress_bar=False)
 SIZES = {"A": (5, 13), "B": (3, 8)}  # children and visits
@@ -71,10 +78,23 @@ BELOW = {
     "beside one of the silo": text(lambda r, q, b, s, x, child, **_: b[0] + s[0] + r[child]),
     "under a mean of theirs": text(lambda r, q, b, child, **_: b[0] + r[child], nested),
     "computed of data": text(lambda r, q, b, child, **_: r[child[::-1] % 3]),
+    "beyond the range": text(lambda r, q, b, child, **_: r.at[child + 2].get(mode="clip")),
+    "of none": text(
+        lambda r, q, b, child, **_: r.at[child - 2].get(
+            mode="fill", fill_value=0.3, wrap_negative_indices=False
+        )
+    ),
+    "beside globals": text(lambda r, q, b, child, ward, **_: r[child] + b[ward]),
     "transformed": text(lambda r, q, b, child, **_: jnp.log1p(r**2)[child]),
 }
 OTHERS = {
     "two that cross": text(lambda r, q, b, child, ward, **_: r[child] + q[ward]),
+    "another by weights": text(
+        lambda r, q, b, child, ward, **_: r[child] + jax.nn.one_hot(ward, 2) @ q
+    ),
+    "another by a condition": text(
+        lambda r, q, b, child, ward, **_: r[child] + jnp.where(ward == 0, q[0], q[1])
+    ),
     "two indices": text(lambda r, q, b, child, **_: r[child] + r[child * 0]),
     "a mean of all": text(lambda r, q, b, child, **_: r[child] - r.mean()),
     "others' visits": text(lambda r, q, b, child, **_: r[child] - r[child].mean()),
@@ -112,8 +132,13 @@ def test_a_childs_term_holds_its_visits_alone(name):
     z_G = jnp.asarray(r.normal(size=fm.dim))
     z_L = {p.name: jnp.asarray(r.normal(size=(fm.sizes(data)[p.name], p.dim))) for p in fm.plates}
     each, joined = fm.log_silo({}, z_G, z_L, data), fm.log_grouped({}, z_G, z_L, data)
-    index = np.asarray(data.arrays["child"])
-    index = index[::-1] % 3 if name == "computed of data" else index
+    child = np.asarray(data.arrays["child"])
+    others = {
+        "computed of data": child[::-1] % 3,
+        "beyond the range": np.minimum(child + 2, 4),
+        "of none": np.maximum(child - 2, 0),
+    }
+    index = others.get(name, child)
     np.testing.assert_array_equal(
         member_index(fm.traces.at(data), "visit", "child", data.arrays), index
     )
@@ -123,6 +148,70 @@ def test_a_childs_term_holds_its_visits_alone(name):
     moved = {**z_L, "child": z_L["child"].at[2].add(0.3)}
     changed = np.asarray(fm.log_grouped({}, z_G, moved, data)["child"]) != joined["child"]
     assert changed.tolist() == [False, False, True, False, False]
+    twice = replace(data, weights={"visit": 2.0})
+    expected += np.bincount(index, np.asarray(each["visit"]), 5)
+    np.testing.assert_allclose(fm.log_grouped({}, z_G, z_L, twice)["child"], expected, rtol=1e-12)
+
+
+def test_outcomes_may_look_globals_up_and_be_ordinal():
+    def model(y, child, n_child):
+        cut = numpyro.sample("cut", dist.Normal(jnp.array([-1.0, 1.0]), 0.1).to_event(1))
+        with nf.silo_plate("child", n_child):
+            r = numpyro.sample("r", dist.Normal(0, 1.5))
+        with nf.silo_plate("visit", y.shape[0]):
+            numpyro.sample("y", dist.OrderedLogistic(r[child], cut), obs=y)
+
+    silo = visits(4, 3)
+    (data,) = read([silo | dict(y=np.resize([0, 1, 2], 12))])
+    assert split(model, [data]).below == {"visit": "child"}
+
+
+def test_a_plate_belongs_to_one_other():
+    """Where visits of a belong to b, and more rows look a up, nothing of a is apart."""
+
+    def model(y, more):
+        with nf.silo_plate("a", 6):
+            a = numpyro.sample("of_a", dist.Normal(0, 1))
+        with nf.silo_plate("b", 4):
+            b = numpyro.sample("of_b", dist.Normal(0, 1))
+        with nf.silo_plate("visit", 12):
+            mean = a[np.arange(12) // 2] + b[np.arange(12) // 3]
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+        with nf.silo_plate("lab", 18):
+            numpyro.sample("z", dist.Normal(a[np.arange(18) // 3], 1), obs=more)
+
+    (data,) = read([dict(y=np.zeros(12), more=np.zeros(18))])
+    fm = split(model, [data])
+    assert (fm.below, fm.outer_plates) == ({}, ("a", "b"))
+
+
+def test_a_text_of_another_form_at_other_sizes_is_refused():
+    def model(y, child, n_child):
+        with nf.silo_plate("child", n_child):
+            r = numpyro.sample("r", dist.Normal(0, 1))
+        with nf.silo_plate("visit", y.shape[0]):
+            effect = r[child] if n_child < 5 else r[child] - r.mean()
+            numpyro.sample("y", dist.Normal(effect, 1), obs=y)
+
+    few, many = read([visits(4, 3), visits(6, 3)])
+    assert split(model, [few, many]).below == {}
+    fm = split(model, [few])
+    z_L = {"child": jnp.zeros((6, 1)), "visit": jnp.zeros((18, 0))}
+    with pytest.raises(ValueError, match="form depends on sizes: is the 'child' of 'visit'"):
+        fm.log_grouped({}, jnp.zeros(0), z_L, many)
+
+
+@pytest.mark.parametrize("with_wards", [False, True])
+def test_all_parties_know_from_the_plan_alone(with_wards):
+    silos = [visits(6, 3), visits(3, 7)]
+    if with_wards:
+        for silo, ward in zip(silos, ([0, 1, 1, 0, 1, 1], [0, 0, 0]), strict=True):
+            silo |= dict(ward=np.array(ward, np.int32), n_ward=max(ward) + 1)
+    model = by_wards if with_wards else by_visits
+    plan = agree([nf.describe(model, silo) for silo in silos])
+    fm = split(model, [plan.template()])
+    assert fm.below == {"visit": "child"}
+    assert fm.outer_plates == (("ward",) if with_wards else ())
 
 
 def by_visits(y, child, n_child):
@@ -133,11 +222,11 @@ def by_visits(y, child, n_child):
         numpyro.sample("y", dist.Normal(r[child], 0.5), obs=y)
 
 
-def by_wards(y, child, n_child, ward, n_ward):
+def by_wards(y, child, ward, n_ward, n_child=0):
     mu = numpyro.sample("mu", dist.Normal(0, 2))
     with nf.silo_plate("ward", n_ward):
         q = numpyro.sample("q", dist.Normal(mu, 0.8))
-    with nf.silo_plate("child", n_child):
+    with nf.silo_plate("child", ward.shape[0]):
         r = numpyro.sample("r", dist.Normal(q[ward], 1.5))
     with nf.silo_plate("visit", y.shape[0]):
         numpyro.sample("y", dist.Normal(r[child], 0.5), obs=y)
@@ -185,9 +274,30 @@ def test_drawn_children_and_terms_of_visits_are_those_of_the_normal_distribution
     assert (abs(z.std(0) * precision**0.5 - 1) < 0.05).all()
     found = rows.log_rows(keys[0], {}, z_G, near, data)
     assert found.keys() == {"visit"}
-    drawn = rows.sample(keys[0], {}, z_G, near, data)["child"][:, 0]
+    drawn = rows.sample(keys[0], {}, z_G, near, data)["child"][:, 0]  # at the same key
     expected = stats.norm(drawn[silo["child"]], 0.5).logpdf(silo["y"])
     np.testing.assert_allclose(found["visit"], expected, rtol=1e-9)
+
+
+@pytest.mark.usefixtures("double")
+def test_by_weighted_draws_a_visit_has_the_density_of_the_posterior():
+    silo = visits(4, 3)
+    (data,) = read([silo])
+    fm = split(by_visits, [data])
+    guide = build_guide(None, resolve_guide(None, fm, {"child": 4}, {"child": 4}), fm)
+    likelihood = SiloLikelihood(fm, guide, {"child": 64})
+    z_G = jnp.array([0.7])
+    at = Coordinates(z_G, z_G)
+    given = AtDraw({}, guide.init_local(jax.random.key(0), data), z_G, at, data)
+    keys = jax.random.split(jax.random.key(1), 2_000)
+    found = np.asarray(jax.vmap(lambda k: likelihood.log_rows(k, given)["visit"])(keys))
+    precision = 1 / 2.25 + 3 / 0.25
+    mean = (0.7 / 2.25 + np.bincount(silo["child"], silo["y"]) / 0.25) / precision
+    sd = (1 / precision + 0.25) ** 0.5
+    exact = stats.norm(mean[silo["child"]], sd).pdf(silo["y"])
+    density = np.exp(found)
+    error = density.std(0) / 2_000**0.5
+    assert (abs(density.mean(0) - exact) < 4.5 * error + 0.01 * exact).all()
 
 
 def test_padding_and_partition_change_nothing():

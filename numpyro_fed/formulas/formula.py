@@ -207,15 +207,22 @@ class Formula:
                 raise DataError(f"{name}: '{strange[0]}' is no member of '{group.group}' at {of}.")
             codes = np.searchsorted(members, words).astype(np.int32)
             found |= {code: codes, f"n_{code}": len(members)}
-        for argument, (group, above) in written.nestings.items():
+        for argument, (group, around) in written.nestings.items():
+            codes, above = found[written.codes_of(group)], found[written.codes_of(around)]
+            known_above = np.zeros(found[f"n_{written.codes_of(group)}"], np.int32)
             if new and of is not None:
-                found[argument] = self._members_of(of)[argument]
-                continue
-            codes = np.zeros(found[f"n_{written.codes_of(group)}"], np.int32)
-            codes[found[written.codes_of(group)]] = found[written.codes_of(above)]
-            found[argument] = codes
+                known_above = self._members_of(of)[argument]
+            else:
+                known_above[codes] = above
+            if len(crossing := np.flatnonzero(known_above[codes] != above)):
+                raise DataError(
+                    f"{name}: row {crossing[0]} of '{group.group}' is in another '{around.group}' "
+                    f"than others of its group, and in the text each '{group.group}' is in one."
+                )
+            found[argument] = known_above
             if not new:
-                self._members[name.removeprefix("silo ")][argument] = codes
+                self._members[name.removeprefix("silo ")][argument] = known_above
+        found = {argument: found[argument] for argument in written.arguments}
         if not new:
             y = _floats(frame[response]) - written.design.agreed.first
             is_code = self.distribution.ordinal and not np.isnan(y).any()
@@ -266,18 +273,21 @@ class Formula:
         """Return the pairs of groups of which one is within the other at all silos."""
         others = [(SILO,), *((name,) for name in self.shared)]
         groups = {g.factors: g for g in self.grammar.groups if g.factors not in others}
-        found = set(permutations(groups, 2))
-        for frame in frames if found else ():
-            lacking = {f for factors in groups for f in factors if f != SILO} - {*frame}
-            if lacking:  # of which the silo's own data will tell
+        possible, coarser = set(permutations(groups, 2)), set[tuple[tuple[str, ...], ...]]()
+        columns = [f for factors in groups for f in factors if f != SILO]
+        for frame in frames if possible else ():
+            if {*columns} - {*frame}:  # of which the silo's own data will tell
                 return frozenset()
-            words = {factors: _member_words(frame, g) for factors, g in groups.items()}
+            whole = frame[frame[columns].notna().all(axis=1)]
+            words = {factors: _member_words(whole, g) for factors, g in groups.items()}
             number = {factors: len(np.unique(w)) for factors, w in words.items()}
-            for inner, outer in sorted(found):
+            for inner, outer in sorted(possible):
                 pairs = np.unique(np.stack([words[inner], words[outer]]), axis=1)
-                if not pairs.shape[1] == number[inner] > number[outer]:
-                    found.discard((inner, outer))
-        return frozenset(found)
+                if pairs.shape[1] != number[inner]:
+                    possible.discard((inner, outer))
+                elif number[inner] > number[outer]:
+                    coarser.add((inner, outer))
+        return frozenset(possible & coarser)
 
     def _is_categorical(self, column: str, frames: Sequence[Any]) -> bool:
         """Return whether a column is one of categories at all silos."""
@@ -404,7 +414,7 @@ def formula(
     formula : str
         ``y ~ age * smoke + (1 + age | silo)``. Group effects ``(terms | group)`` have a normal
         distribution and are correlated, unless they stand before ``||``; ``a/b`` are groups b
-        within a. The group ``silo`` is the silo itself; the members of others belong to one silo
+        within a, whose effects have that of a for a mean. The group ``silo`` is the silo itself; the members of others belong to one silo
         each, unless the group is ``shared``. Terms may have ``log``, ``exp``, ``sqrt``, ``I()``,
         ``C()``, ``bs``, ``poly``, ``center`` and ``offset()``; ``s(x)`` is a smooth function, a
         Gaussian process by basis functions. Beside the response stand ``y | trials(n)``,
@@ -446,7 +456,8 @@ def formula(
     or of 1 where the group is the silo, since few silos say little. These are rstanarm's, but for
     the last. The deterministic site ``"mean"`` is the mean of each row's outcome (of a binomial
     one its share), for ``average``. Levels stand in the order of numbers, of ordered categories if
-    all silos have the same, or of the alphabet; the first one is the reference.
+    all silos have the same, or of the alphabet; the first one is the reference. Groups that are
+    nested in all tables are written as ``a/b``; over a federation, where nobody sees that, say so.
 
     Silos share means and sds of columns, and the names of levels, as :func:`numpyro_fed.moments`
     and :func:`numpyro_fed.levels` tell them.

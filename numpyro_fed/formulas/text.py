@@ -63,28 +63,32 @@ class WrittenText:
         """Return whether members of a group within a silo belong to one of another each."""
         return {*outer} < {*inner} or (inner, outer) in self.design.agreed.nested
 
-    def group_above(self, effect: GroupEffect) -> GroupEffect | None:
-        """Return the same effects of the closest group that this one is within, if there are.
+    @cached_property
+    def above(self) -> dict[GroupEffect, GroupEffect]:
+        """Return for effects of nested groups the same effects of the closest group around.
 
-        They are then the means of these: rows look up one group alone, whose members are
-        independent given those above.
+        They are the means of these, so that rows look up one group alone, whose members are
+        independent given those above. Each is the mean of one other, or it would count twice.
         """
-        groups = self.design.grammar.groups
-        above = [
-            g
-            for g in groups
-            if self._is_within(effect.factors, g.factors)
-            and g.factors in [own.factors for own in self.own_groups]
-            and (g.expression, g.number) == (effect.expression, effect.number)
-        ]
-        return max(above, key=self._depth, default=None)
+        own = {g.factors for g in self.own_groups}
+        effects = [g for g in self.design.grammar.groups if g.factors in own]
+        found: dict[GroupEffect, GroupEffect] = {}
+        for effect in sorted(effects, key=self._depth, reverse=True):
+            around = [
+                g
+                for g in effects
+                if self._is_within(effect.factors, g.factors)
+                and g.expression == effect.expression
+                and g not in found.values()
+            ]
+            if around:
+                found[effect] = max(around, key=self._depth)
+        return found
 
     @property
     def nestings(self) -> dict[str, tuple[GroupEffect, GroupEffect]]:
         """Return by argument each group with the one above it, of which it has the codes."""
-        effects = [g for g in self.design.grammar.groups if g.factors != (SILO,)]
-        pairs = [(g, above) for g in effects if (above := self.group_above(g)) is not None]
-        return {self.codes_above(g, above): (g, above) for g, above in pairs}
+        return {self.codes_above(*pair): pair for pair in self.above.items()}
 
     @cached_property
     def columns(self) -> list[str]:
@@ -103,15 +107,26 @@ class WrittenText:
     @property
     def arguments(self) -> list[str]:
         """Return the names of all arguments but the outcome."""
-        codes = [self.codes_of(g) for g in self.own_groups]
-        of_groups = [name for code in codes for name in (code, f"n_{code}")]
-        computed = (c.expression for c in self.computed)
-        return [*self.columns, *computed, *of_groups, *self.nestings]
+        sizes = (self.size_of(g) for g in self.own_groups)
+        return [*self._of_rows, *(n for n in sizes if n.isidentifier()), *self.nestings]
+
+    @property
+    def _of_rows(self) -> list[str]:
+        """Return the names of those arguments that hold a number of each row."""
+        effects = [g for g in self.design.grammar.groups if g not in self.above.values()]
+        looked_up = {g.factors for g in effects}
+        codes = (self.codes_of(g) for g in self.own_groups if g.factors in looked_up)
+        return [*self.columns, *(c.expression for c in self.computed), *codes]
 
     @property
     def rows(self) -> str:
         """Return the number of rows, as text."""
-        return f"{next(iter(self.arguments), self.design.grammar.response)}.shape[0]"
+        return f"{next(iter(self._of_rows), self.design.grammar.response)}.shape[0]"
+
+    def size_of(self, effect: GroupEffect) -> str:
+        """Return the number of members of a group within a silo, as text."""
+        arrays = (name for name, (g, _) in self.nestings.items() if g.factors == effect.factors)
+        return next((f"{name}.shape[0]" for name in arrays), f"n_{self.codes_of(effect)}")
 
     @cached_property
     def scale(self) -> float:
@@ -135,11 +150,11 @@ class WrittenText:
         sums = [product if s == "XB" else s for s in sums]
         sums += [offset.expression for offset in self.design.common.offsets]
         sums += [f"s_{smooth.column}" for smooth in grammar.smooths]
-        innermost = {above for _, above in self.nestings.values()}
+        means = {*self.above.values()}
         sums += [
             self._group_sum(g, self.design.terms_of(g.expression))
             for g in grammar.groups
-            if g not in innermost
+            if g not in means
         ]
         inside.append(f"eta = {' + '.join(sums) or f'jnp.zeros({self.rows})'}")
         if self.distribution.mean:
@@ -155,8 +170,10 @@ class WrittenText:
 
     def _check(self, text: str) -> None:
         """Raise an error for columns whose names the text has, and for priors that nobody has."""
-        arguments = {*self.arguments, self.design.grammar.response}
-        found = list(ast.walk(ast.parse(text)))
+        names = [*self.arguments, self.design.grammar.response]
+        if twice := sorted(name for name in {*names} if names.count(name) > 1):
+            raise ModelError(f"a column has the name of an argument, '{twice[0]}': rename it.")
+        arguments, found = {*names}, list(ast.walk(ast.parse(text)))
         own = {n.id for n in found if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         own |= {"dist", "jax", "jnp", "nf", "numpyro"}
         if taken := sorted(arguments & own):
@@ -254,10 +271,10 @@ class WrittenText:
         width = np.concatenate([np.ones(int(terms.intercept)), *(c.width for c in terms.columns)])
         sds = (OF_SILOS if group.factors == (SILO,) else WIDE) * self.scale / width
         prior, k = self.priors.get("sd", ""), len(labels)
-        index, mean = self._index(group), "0.0"
+        mean = "0.0"
         if not k:
             raise ModelError(f"the group '{name}' has no effect: write (1 | {name}).")
-        if (above := self.group_above(group)) is not None:
+        if (above := self.above.get(group)) is not None:
             mean = f"r_{above.name}[{self.codes_above(group, above)}]"
         if k == 1:
             yield self._sample(f"sd_{name}", prior or f"dist.HalfNormal({_number(sds[0])})")
@@ -272,7 +289,7 @@ class WrittenText:
                 means = "" if above is None else f"{mean}, "
                 each = f"dist.MultivariateNormal({means}{root})"
         if group.factors[0] not in self.shared:
-            size = "1" if group.factors == (SILO,) else f"n_{index}"
+            size = "1" if group.factors == (SILO,) else self.size_of(group)
             yield f'with nf.silo_plate("{group.group}", {size}):'
             yield f'    r_{name} = numpyro.sample("r_{name}", {each})'
             return

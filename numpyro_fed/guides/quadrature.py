@@ -162,9 +162,15 @@ class RowIntegrals:
         """
         key_outer, key_rows = jax.random.split(key)
         drawn = self._drawn_outer(key_outer, theta, z_G, near, data)
-        latents = {**near.z, **drawn}
+        return self._with_drawn_rows(key_rows, theta, z_G, drawn, near, data)
+
+    def _with_drawn_rows(
+        self, key: Array, theta: Theta, z_G: Array, outer: Rows, near: SearchEnd, data: SiloData
+    ) -> Rows:
+        """Return latents of outer plates with a draw of those of rows."""
+        drawn, latents = dict(outer), {**near.z, **outer}
         for i, (plate, (mode, precision)) in enumerate(
-            self._places(theta, z_G, dict(drawn), near, data).items()
+            self._places(theta, z_G, outer, near, data).items()
         ):
             cells, width = _cells(mode.shape[1])
             root = linalg.cholesky(precision)
@@ -173,7 +179,7 @@ class RowIntegrals:
             z = {p: jnp.broadcast_to(a, (len(cells), *a.shape)) for p, a in latents.items()}
             z[plate] = mode + steps
             log_p = jax.vmap(lambda z, p=plate: self.model.log_grouped(theta, z_G, z, data)[p])(z)
-            cell = _drawn_cell(jax.random.fold_in(key_rows, i), log_p, cells, width)
+            cell = _drawn_cell(jax.random.fold_in(key, i), log_p, cells, width)
             drawn[plate] = mode + linalg.solve(root, cell[..., None], transposed=True)[..., 0]
         return drawn
 
@@ -184,11 +190,12 @@ class RowIntegrals:
 
         Those are the latents of outer plates, and of rows to which others belong.
         """
-        drawn, below = self._drawn_outer(key, theta, z_G, near, data), self.model.below
-        terms = self._terms(theta, z_G, drawn, near, data)
-        found = {p: rows for p, rows in terms.items() if p not in (*drawn, *below.values())}
+        key_outer, key_rows = jax.random.split(key)
+        outer, below = self._drawn_outer(key_outer, theta, z_G, near, data), self.model.below
+        terms = self._terms(theta, z_G, outer, near, data)
+        found = {p: rows for p, rows in terms.items() if p not in (*outer, *below.values())}
         if below:
-            z = self.sample(key, theta, z_G, near, data)
+            z = self._with_drawn_rows(key_rows, theta, z_G, outer, near, data)
             rows = self.model.log_silo(theta, z_G, z, data)
             found |= {p: rows[p] for p in below}
         return found

@@ -289,8 +289,8 @@ def minibatches_of(
     if weighted := [p for p in guide.locals if draws[p] > 1 and p in fm.outer]:
         raise GuideError(
             f"{words} {draws[weighted[0]]} draws at silo_plate '{weighted[0]}', above the rows of "
-            "others: a silo is weighed as a whole there, of which some rows say nothing without "
-            f"bias. Use one draw there. {WHOLE}"
+            "others: these are weighed together, of which some say nothing without bias. Use one "
+            f"draw there. {WHOLE}"
         )
     return minibatches
 

@@ -19,7 +19,6 @@ from numpyro_fed.text.jaxprs import (
     MIXED,
     NONE,
     Labels,
-    Lookups,
     Program,
     lookups,
     propagate_labels,
@@ -28,7 +27,7 @@ from numpyro_fed.text.jaxprs import (
     same_but_for_sizes,
     type_of,
 )
-from numpyro_fed.text.trace import ARRAY, DENSITY, LATENT, Input, Output, Trace
+from numpyro_fed.text.trace import ARRAY, DENSITY, LATENT, Input, Trace
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -40,79 +39,89 @@ def plates_below(traces: Iterable[Trace], outer: Collection[str]) -> dict[str, s
     ``outer`` are the plates whose latents sites of other plates read. A plate stays outer if any of
     these sites reads its latents otherwise at one of the silos.
     """
-    found: dict[str, str] = {}
+    distinct, found = dict.fromkeys(traces), dict[str, str]()
     for of in sorted(outer):
-        below: set[str] | None = None
-        for trace in dict.fromkeys(traces):
-            sites = (s for s in trace.structure.sites if s.plate and s.kind != "deterministic")
-            readers = {str(s.plate) for s in sites if of in trace.plates_read(s)} - {of}
-            if trace.structure.nested or not trace.rows_apart(of, ()):
-                readers = set()
-            readers = readers if all(_belongs(trace, p, of) for p in readers) else set()
-            below = readers if below in (None, readers) else set()
-        found |= dict.fromkeys(sorted(below or ()), of)
+        first, *others = (_readers_below(trace, of) for trace in distinct)
+        if all(other == first for other in others):
+            found |= dict.fromkeys(sorted(first), of)
     return found
 
 
 def member_index(trace: Trace, plate: str, of: str, arrays: Mapping[str, Array]) -> Array:
     """Return the row of the plate ``of`` that each row of a plate belongs to, (rows,) ints."""
-    program, inputs = trace.part(_densities(trace, plate))
-    found = _looked_up(trace, program, inputs, of)
+    found = _index(trace, plate, of)
     if found is None:
-        raise ValueError(f"rows of '{plate}' belong to no row of '{of}'.")
-    index, used = found.indices[0]
-    leaves = [
-        jnp.asarray(jax.tree.leaves(arrays[one.name])[one.leaf], one.shape.dtype)
-        for one, is_used in zip(inputs, used, strict=True)
-        if is_used
-    ]
-    return run_program(index, leaves)[0][:, 0]
+        raise ValueError(f"the text's form depends on sizes: is the '{of}' of '{plate}' an index?")
+    index, inputs = found
+    leaves = (
+        jnp.asarray(jax.tree.leaves(arrays[one.name])[one.leaf], one.shape.dtype) for one in inputs
+    )
+    # A row beyond the range reads the last one, or a constant that the text names: then the place
+    # of its term does not matter.
+    last = trace.structure.sizes[of] - 1
+    return jnp.clip(run_program(index, list(leaves))[0][:, 0], 0, last)
 
 
-def _densities(trace: Trace, plate: str) -> list[Output]:
-    """Return the log densities of the sites of a plate."""
+def _readers_below(trace: Trace, of: str) -> frozenset[str]:
+    """Return the plates whose rows belong to rows of a plate; none if another one reads it, too."""
+    sites = [s for s in trace.structure.sites if s.plate and s.kind != "deterministic"]
+    readers = frozenset(str(s.plate) for s in sites if of in trace.plates_read(s)) - {of}
+    apart = not trace.structure.nested and trace.rows_apart(of, ())
+    belong = apart and all(_index(trace, plate, of) is not None for plate in readers)
+    return readers if belong else frozenset()
+
+
+def _index(trace: Trace, plate: str, of: str) -> tuple[Program, Sequence[Input]] | None:
+    """Return the program (rows, 1) of the index by which a plate's rows look one row of another up.
+
+    And the arrays that it reads. It is None where the rows belong to none, as far as the program
+    shows.
+    """
+    sites = trace.structure.sites
+    if any(s.is_local_latent and s.plate == plate for s in sites):
+        return None
     named = ((DENSITY, name) for name, term in trace.terms.items() if term.plate == plate)
-    return [output for output in named if output in trace.trees]
-
-
-def _looked_up(
-    trace: Trace, program: Program, inputs: Sequence[Input], plate: str
-) -> Lookups | None:
-    """Return how a program looks the latents of a plate up."""
-    places = {s.name: s.axis or 0 for s in trace.structure.sites if s.plate == plate}
-    return lookups(program, [places.get(i.name) if i.kind == LATENT else None for i in inputs])
-
-
-def _belongs(trace: Trace, plate: str, of: str) -> bool:
-    """Return whether the rows of a plate belong to rows of another one."""
-    if any(s.is_local_latent and s.plate == plate for s in trace.structure.sites):
-        return False
-    wanted = _densities(trace, plate)
+    wanted = {output for output in named if output in trace.trees}
     program, inputs = trace.part(wanted)
-    found = _looked_up(trace, program, inputs, of)
-    if found is None:
-        return False
-    first, first_used = found.indices[0]
-    for index, used in found.indices:
-        own = [one for one, is_used in zip(inputs, used, strict=True) if is_used]
-        same = used == first_used and same_but_for_sizes(index, first, {})
-        if not same or any(one.kind != ARRAY for one in own):
-            return False
-    kept = [one for one, is_used in zip(inputs, found.used, strict=True) if is_used]
-    if _reads_by_index(found, kept):
-        return False
-    outputs = (output for output in trace.outputs if output in set(wanted))
-    axes = row_axes(found.rest, [*[None] * len(kept), *found.axes])
+    places = {s.name: s.axis or 0 for s in sites if s.plate == of}
+    found = lookups(program, [places.get(i.name) if i.kind == LATENT else None for i in inputs])
+    if found is None or _reads_more(trace, found.rest, _kept(inputs, found.used), plate, of):
+        return None
+    (first, first_used), *others = found.indices
+    alike = all(used == first_used and same_but_for_sizes(p, first, {}) for p, used in others)
+    read = _kept(inputs, first_used)
+    if not alike or any(one.kind != ARRAY for one in read):
+        return None
+    axes = row_axes(found.rest, [*[None] * sum(found.used), *found.axes])
+    outputs = (output for output in trace.outputs if output in wanted)
     for (_, name), axis, variable in zip(outputs, axes, found.rest.jaxpr.outvars, strict=True):
-        own_axis = axis not in (None, MIXED) and axis - len(type_of(variable).shape)
-        if axis is not None and own_axis != trace.terms[name].dim:
-            return False
-    return True
+        own = axis not in (None, MIXED) and axis - len(type_of(variable).shape)
+        if axis is not None and own != trace.terms[name].dim:
+            return None
+    return first, read
 
 
-def _reads_by_index(found: Lookups, inputs: Sequence[Input]) -> bool:
-    """Return whether rows look up other latents, too: those of a second group that crosses."""
-    labels = [frozenset({one.kind}) if one.kind in (ARRAY, LATENT) else NONE for one in inputs]
+def _kept(inputs: Sequence[Input], used: Sequence[bool]) -> list[Input]:
+    return [one for one, is_used in zip(inputs, used, strict=True) if is_used]
+
+
+def _reads_more(trace: Trace, rest: Program, inputs: Sequence[Input], plate: str, of: str) -> bool:
+    """Return whether rows of a plate read latents of a third one with several rows: they cross.
+
+    One that has a single row at this silo may have several at another: it must not be looked up by
+    data, either.
+    """
+    plates = {s.name: s.plate for s in trace.structure.sites if s.is_local_latent}
+    sites = [s for s in trace.structure.sites if s.plate == plate and s.kind != "deterministic"]
+    others = frozenset[str]().union(*(trace.plates_read(s) for s in sites)) - {of}
+    if any(trace.structure.sizes[p] > 1 for p in others):
+        return True
+    labels = [
+        frozenset({one.kind})
+        if one.kind == ARRAY or (one.kind == LATENT and plates.get(one.name) in others)
+        else NONE
+        for one in inputs
+    ]
     crossed = list[bool]()
 
     def visit(eqn: JaxprEqn, operands: Sequence[Labels]) -> None:
@@ -120,5 +129,6 @@ def _reads_by_index(found: Lookups, inputs: Sequence[Input]) -> bool:
             by_data = any(ARRAY in label for label in operands[1:])
             crossed.append(by_data and LATENT in operands[0])
 
-    propagate_labels(found.rest.jaxpr, [*labels, *[NONE] * len(found.axes)], visit)
+    more = [NONE] * (len(rest.jaxpr.invars) - len(inputs))
+    propagate_labels(rest.jaxpr, [*labels, *more], visit)
     return any(crossed)

@@ -98,14 +98,30 @@ class SiloLikelihood:
             z, keys, terms = self._outer_terms(latents, key_outer, key_rows)
             chosen = jax.random.categorical(key_choice, terms)
             z_outer, key_rows = {p: a[chosen] for p, a in z.items()}, keys[chosen]
-        found, below = latents.row_terms(z_outer, key_rows), self.model.below
-        shared = *self.guide.outer_plates, *below.values()
-        own = {p: rows for p, rows in found.items() if p not in shared}
+        key_rows, key_choice = jax.random.split(key_rows)
+        z_rows, weights, others = latents.weighed_rows(z_outer, key_rows)
+        below, shared = self.model.below, {*self.guide.outer_plates, *self.model.below.values()}
+        found = {p: rows for p, rows in {**others, **_means(weights)}.items() if p not in shared}
         if below:
-            z = {**z_outer, **latents.drawn_rows(z_outer, key_rows)}
-            rows = self.model.log_silo(given.theta, given.z_G, z, given.data)
-            own |= {p: rows[p] for p in below}
-        return own
+            latent = {**z_outer, **_drawn(key_choice, z_rows, weights)}
+            each = self.model.log_silo(given.theta, given.z_G, latent, given.data)
+            found |= {p: each[p] for p in below}
+        return found
+
+
+def _means(log_weights: Rows) -> Rows:
+    """Return the log means over draws of weights {plate: (K, rows)}."""
+    return {p: jax.nn.logsumexp(w, axis=0) - jnp.log(len(w)) for p, w in log_weights.items()}
+
+
+def _drawn(key: Array, z: Rows, log_weights: Rows) -> Rows:
+    """Return one of the draws {plate: (K, rows, dim)} of each row, by its weights."""
+    found = {}
+    for i, p in enumerate(sorted(z)):
+        # Rows first: padded rows, which come last, then change no other number.
+        chosen = jax.random.categorical(jax.random.fold_in(key, i), log_weights[p].T, axis=1)
+        found[p] = z[p][chosen, jnp.arange(len(chosen))]
+    return found
 
 
 @dataclass(frozen=True)
@@ -136,21 +152,10 @@ class _LatentsAt:
 
     def row_terms(self, z_outer: Rows, key: Array) -> Rows:
         """Return what each row adds to the log likelihood given the outer latents."""
-        _, weights, terms = self._weighed_rows(z_outer, key)
-        means = {p: jax.nn.logsumexp(w, axis=0) - jnp.log(len(w)) for p, w in weights.items()}
-        return {**terms, **means}
+        _, weights, terms = self.weighed_rows(z_outer, key)
+        return {**terms, **_means(weights)}
 
-    def drawn_rows(self, z_outer: Rows, key: Array) -> Rows:
-        """Return a draw of rows' latents {plate: (rows, dim)} by their weights."""
-        z, weights, _ = self._weighed_rows(z_outer, key)
-        drawn = {}
-        for i, p in enumerate(sorted(z)):
-            # Rows first: padded rows, which come last, then change no other number.
-            chosen = jax.random.categorical(jax.random.fold_in(key, i), weights[p].T, axis=1)
-            drawn[p] = z[p][chosen, jnp.arange(len(chosen))]
-        return drawn
-
-    def _weighed_rows(self, z_outer: Rows, key: Array) -> tuple[Rows, Rows, Rows]:
+    def weighed_rows(self, z_outer: Rows, key: Array) -> tuple[Rows, Rows, Rows]:
         """Return draws of rows' latents, their log weights, and the terms of other plates.
 
         Draws are {plate: (K, rows, dim)}, and log weights {plate: (K, rows)}.
