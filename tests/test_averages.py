@@ -68,6 +68,18 @@ def test_an_average_is_that_of_pooled_rows_at_the_same_draws(fitted, changes, ha
     assert "over 62 rows" in str(found)
 
 
+def test_a_list_is_one_exchange_and_each_of_its_numbers_alone(fitted):
+    changes = {"t": [0, 0.25, 1], "x": {0: [1.0, -0.5, 0.0]}}
+    found = np.asarray(fitted.average(KEY, "p", changes, num_draws=50))
+    assert found.shape == (50, 3)
+    for i, (t, first) in enumerate(zip(changes["t"], changes["x"][0], strict=True)):
+        expected, _ = by_hand(fitted, 50, t=t, first=first)
+        np.testing.assert_allclose(found[:, i], expected.mean(1), rtol=1e-9)
+    by_ward = fitted.average(KEY, "both", {"t": [0, 1]}, by="ward", num_groups=3, num_draws=20)
+    assert by_ward.draws.shape == (20, 3, 2, 2)
+    np.testing.assert_allclose(by_ward.draws.sum(-1), 1, rtol=1e-9)
+
+
 def test_groups_outcomes_and_sites_of_several_numbers(fitted):
     expected, ward = by_hand(fitted, 40, t=0)
     found = fitted.average(KEY, "y", {"t": 0}, by="ward", num_groups=3, num_draws=40)
@@ -85,6 +97,8 @@ def test_groups_outcomes_and_sites_of_several_numbers(fitted):
         (dict(site="q"), "'q' is no site.*'p', 'both', 'y'"),
         (dict(site="p", changes={"u": 1}), "'u' is no array"),
         (dict(site="p", changes={"t": "a"}), "'t' becomes 'a'"),
+        (dict(site="p", changes={"t": [0, "a"]}), "'t' becomes .0, 'a'."),
+        (dict(site="p", changes={"t": [0, 1], "x": {0: [1]}}), r"lengths \[1, 2\]"),
         (dict(site="p", changes={"x": {2: 1.0}}), "'x' has no column 2"),
         (dict(site="p", by="x", num_groups=2), "by='x' is no argument of whole numbers"),
         (dict(site="p", by="ward"), "num_groups=0: pass both"),

@@ -414,11 +414,12 @@ def formula(
     formula : str
         ``y ~ age * smoke + (1 + age | silo)``. Group effects ``(terms | group)`` have a normal
         distribution and are correlated, unless they stand before ``||``; ``a/b`` are groups b
-        within a, whose effects have that of a for a mean. The group ``silo`` is the silo itself; the members of others belong to one silo
-        each, unless the group is ``shared``. Terms may have ``log``, ``exp``, ``sqrt``, ``I()``,
-        ``C()``, ``bs``, ``poly``, ``center`` and ``offset()``; ``s(x)`` is a smooth function, a
-        Gaussian process by basis functions. Beside the response stand ``y | trials(n)``,
-        ``y | cens(c)`` (1 where the time is only a lower bound) and ``y | weights(w)``.
+        within a, whose effects have that of a for a mean. The group ``silo`` is the silo
+        itself; the members of others belong to one silo each, unless the group is ``shared``.
+        Terms may have ``log``, ``exp``, ``sqrt``, ``I()``, ``C()``, ``bs``, ``poly``,
+        ``center`` and ``offset()``; ``s(x)`` is a smooth function, a Gaussian process by basis
+        functions. Beside the response stand ``y | trials(n)``, ``y | cens(c)`` (1 where the
+        time is only a lower bound) and ``y | weights(w)``.
     family : str
         ``"gaussian"``, ``"student"``, ``"bernoulli"``, ``"binomial"``, ``"poisson"``,
         ``"negbinomial"``, ``"zero_inflated_poisson"``, ``"zero_inflated_negbinomial"``,
@@ -448,16 +449,15 @@ def formula(
     MissingExtraError
         Without the extra ``formula``.
 
-    Notes
-    -----
-    The default priors are weak on the scale of the data, which silos agree on: coefficients are
-    normal with 2.5 sds of the outcomes (1 beside a link) over the sd of their column, or 2.5 for a
-    level; the intercept is that of a row at the ``centre``; sds of groups are half normal, of 2.5,
-    or of 1 where the group is the silo, since few silos say little. These are rstanarm's, but for
-    the last. The deterministic site ``"mean"`` is the mean of each row's outcome (of a binomial
-    one its share), for ``average``. Levels stand in the order of numbers, of ordered categories if
-    all silos have the same, or of the alphabet; the first one is the reference. Groups that are
-    nested in all tables are written as ``a/b``; over a federation, where nobody sees that, say so.
+    Notes ----- The default priors are weak on the scale of the data, which silos agree on:
+    coefficients are normal with 2.5 sds of the outcomes (1 beside a link) over the sd of their
+    column, or 2.5 for a level; the intercept is that of a row at the ``centre``; sds of groups
+    are half normal, of 2.5, or of 1 where the group is the silo, since few silos say little.
+    These are rstanarm's, but for the last. The deterministic site ``"mean"`` is the mean of
+    each row's outcome (of a binomial one its share), for ``average``. Levels stand in the order
+    of numbers, of ordered categories if all silos have the same, or of the alphabet; the first
+    one is the reference. Groups that are nested in all tables are written as ``a/b``; over a
+    federation, where nobody sees that, say so.
 
     Silos share means and sds of columns, and the names of levels, as :func:`numpyro_fed.moments`
     and :func:`numpyro_fed.levels` tell them.

@@ -74,8 +74,8 @@ class AveragesOverRows(Questions):
             a^s = \frac 1n \sum_j \sum_i f(z^s, \tilde x_{ji})
 
         With a treatment set to 1 and to 0 the difference of two averages is its effect on all
-        patients, standardised over their covariates (the g-formula); with a time, the share that
-        survives it.
+        patients, standardised over their covariates (the g-formula); with a list of times, a curve
+        of the share that survives them.
 
         Parameters
         ----------
@@ -84,8 +84,9 @@ class AveragesOverRows(Questions):
         site : str
             A ``numpyro.deterministic`` in the silo plate, or an outcome, of which it is the mean.
         changes : dict, optional
-            Arguments of the model that become one number at all rows, ``{"treated": 1.0}``; of a
-            matrix a column, by its number or name: ``{"x": {"treated": 1.0}}``.
+            Arguments of the model that become one number at all rows, ``{"treated": 1.0}``, or
+            each number of a list, ``{"treated": [0, 1]}``; of a matrix a column, by its number or
+            name: ``{"x": {"treated": 1.0}}``. Several lists go together, entry by entry.
         by : str, optional
             An argument of whole numbers from 0 on, which groups the rows.
         num_groups : int
@@ -96,7 +97,8 @@ class AveragesOverRows(Questions):
         -------
         Average
             Draws ``(num_draws, *shape)`` of the average, or ``(num_draws, num_groups, *shape)``,
-            where ``shape`` is that of the site at one row; ``numpy.asarray`` of it has the draws.
+            where ``shape`` is that of the site at one row, behind the numbers of a list if there is
+            one; ``numpy.asarray`` of it has the draws.
 
         Raises
         ------
@@ -127,10 +129,8 @@ class AveragesOverRows(Questions):
         ...     t, x = rng.integers(0, 2, n), rng.normal(size=n)
         ...     silos.append(dict(t=t, x=x, y=rng.binomial(1, 1 / (1 + np.exp(1 - 2 * t - x)))))
         >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-        >>> treated, not_treated = (
-        ...     np.asarray(fitted.average(jax.random.key(1), "p", {"t": t})) for t in (1, 0)
-        ... )
-        >>> bool(0.2 < (treated - not_treated).mean() < 0.5)
+        >>> p = np.asarray(fitted.average(jax.random.key(1), "p", {"t": [0, 1]}))
+        >>> bool(0.2 < (p[:, 1] - p[:, 0]).mean() < 0.5)
         True
         """
         self._warn_of_doubt()

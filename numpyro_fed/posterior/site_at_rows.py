@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.random import fold_in
 from numpyro import handlers
@@ -35,7 +38,8 @@ from numpyro_fed.text.trace import OBSERVED as OBSERVED_VALUE
 class SiteAtRows:
     """The values of a text's site at the rows of a silo, some arguments of which are changed.
 
-    ``changes`` {argument: number, or {column: number}} are made at all rows.
+    ``changes`` {argument: number, or {column: number}} are made at all rows. Where they are lists
+    of numbers, values are those at each of them.
     """
 
     built: Built
@@ -44,7 +48,10 @@ class SiteAtRows:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def at(self, key: Array, given: AtDraw, data: SiloData) -> Array:
-        """Return the values (rows, ...) at one draw of the globals; of an outcome its means."""
+        """Return the values (rows, ...) at one draw of the globals; of an outcome its means.
+
+        Under lists of changes they are (rows, points, ...).
+        """
         fm, theta = self.built.model, given.theta
         z_L = fm.zero_latents(data) | self.sampler.bound.sample(key, given)
         sites = fm.constrain_global(theta, given.z_G)
@@ -55,7 +62,16 @@ class SiteAtRows:
 
     def of_text(self, key: Array, values: Mapping[str, Array], data: SiloData) -> Array:
         """Return them at these values of latents and parameters; others are drawn by the key."""
-        fm, changed = self.built.model, replace(data, arrays=self._changed(data.arrays))
+        if (number := num_points(self.changes)) is None:
+            return self._at_point(key, values, data, 0)
+        at = partial(self._at_point, key, values, data)
+        return jnp.moveaxis(jax.lax.map(at, jnp.arange(number)), 0, 1)
+
+    def _at_point(
+        self, key: Array, values: Mapping[str, Array], data: SiloData, point: Array | int
+    ) -> Array:
+        """Return them under one of the changes, by its number."""
+        fm, changed = self.built.model, replace(data, arrays=self._changed(data.arrays, point))
         # Other outcomes are as they are, a covariate that the text models among them.
         kept = [s.name for s in fm.sites if s.kind == "observed" and s.name != self.site]
 
@@ -111,23 +127,38 @@ class SiteAtRows:
             )
         return found[0]
 
-    def _changed(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    def _changed(self, arrays: Mapping[str, Array], point: Array | int) -> dict[str, Array]:
+        """Return the arrays under one of the changes, by its number."""
         found = dict(arrays)
         for name, change in self.changes.items():
             old = found[name]
             if isinstance(change, Mapping):
-                for column, number in change.items():
-                    old = _as(old, number).at[:, int(column)].set(number)
+                for column, numbers in change.items():
+                    old = _as(old, numbers)
+                    old = old.at[:, int(column)].set(_number(numbers, point, old))
                 found[name] = old
             else:
-                found[name] = jnp.full_like(_as(old, change), change)
+                old = _as(old, change)
+                found[name] = jnp.full_like(old, _number(change, point, old))
         return found
 
 
-def _as(array: Array, number: float) -> Array:
-    """Return an array in a dtype that holds a number."""
-    whole = float(number).is_integer()
+def _as(array: Array, numbers: float | list[float]) -> Array:
+    """Return an array in a dtype that holds numbers."""
+    whole = all(float(n).is_integer() for n in np.ravel(numbers))
     return array if whole or array.dtype.kind == "f" else array.astype(jnp.result_type(float))
+
+
+def _number(numbers: float | list[float], point: Array | int, like: Array) -> Array:
+    """Return the number at a point, in the dtype of an array."""
+    found = jnp.asarray(numbers, like.dtype)
+    return found[point] if found.ndim else found
+
+
+def num_points(changes: Mapping[str, Any]) -> int | None:
+    """Return how many numbers there are in lists of changes; None if there is no list."""
+    each = [n for c in changes.values() for n in (c.values() if isinstance(c, Mapping) else [c])]
+    return next((len(n) for n in each if isinstance(n, list)), None)
 
 
 def checked_changes(facts: Facts, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,11 +172,13 @@ def checked_changes(facts: Facts, changes: Mapping[str, Any]) -> dict[str, Any]:
             )
         of_columns = change if isinstance(change, Mapping) else {None: change}
         known, width = columns.get(name, ()), arguments[name].shape[:1]
-        numbers: dict[Any, float] = {}
+        numbers: dict[Any, float | list[float]] = {}
         for column, number in of_columns.items():
-            if not is_number(number):
+            each = np.ravel(number).tolist() if np.ndim(number) == 1 else [number]
+            if not each or not all(map(is_number, each)):
                 raise DataError(
-                    f"changes: '{name}' becomes {number!r}, and must become one number at all rows."
+                    f"changes: '{name}' becomes {number!r}, and must be one number at all rows, "
+                    "or each of a list of numbers."
                 )
             place = known.index(column) if column in known else column
             if place is not None and not (width and place in range(width[0])):
@@ -153,8 +186,12 @@ def checked_changes(facts: Facts, changes: Mapping[str, Any]) -> dict[str, Any]:
                     f"changes: '{name}' has no column {column!r}. Its columns are "
                     f"{list(known) or list(range(*width)) if width else 'none: it is one column'}."
                 )
-            numbers[place] = float(number)
+            numbers[place] = list(map(float, each)) if np.ndim(number) else float(number)
         found[name] = numbers.get(None, {str(place): v for place, v in numbers.items()})
+    lists = [v for c in found.values() for v in (c.values() if isinstance(c, Mapping) else [c])]
+    lengths = {len(v) for v in lists if isinstance(v, list)}
+    if len(lengths) > 1:
+        raise DataError(f"changes: lists are of the lengths {sorted(lengths)}, and must be of one.")
     return found
 
 
