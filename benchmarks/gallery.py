@@ -36,12 +36,13 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def elements(table: dict[str, Any]) -> list[tuple[float, float, float]]:
+def elements(fitted: Any, nuts: Any) -> list[tuple[float, float, float]]:
     """Return error, ratio of sds and effective draws of NUTS of each element, where known."""
-    found = []
-    for site in table["sites"].values():
-        columns = (np.ravel(site[k]) for k in ("mean_error_sd", "sd_ratio", "reference_ess"))
-        found += [e for e in zip(*columns, strict=True) if np.isfinite(e).all()]
+    found, effective = [], nuts.ess()
+    for name, measures in nf.compare(fitted, nuts).sites.items():
+        columns = measures["mean_error_sd"], measures["sd_ratio"], effective[name]
+        each = zip(*map(np.ravel, columns), strict=True)
+        found += [tuple(map(float, e)) for e in each if np.isfinite(e).all() and e[1] > 0]
     return found
 
 
@@ -61,7 +62,7 @@ def measured(name: str, samples: int) -> dict[str, Any]:
         target_accept_prob=0.95,
         progress_bar=False,
     )
-    table = elements(nf.compare(fitted, nuts).to_dict())
+    table = elements(fitted, nuts)
     right = all(e < (0.1 if n >= 400 else 0.2) and 0.9 < r < 1.1 for e, r, n in table)
     return dict(
         trusted=fitted.trusted,

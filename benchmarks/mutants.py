@@ -200,7 +200,8 @@ def noticed(fault: Fault, copy: Path) -> str:
     text = module.read_text()
     module.write_text(fault.applied(text))
     try:
-        tests = [f"tests/test_{name}.py" for name in SUBJECTS[fault.module].split()]
+        names = [f"test_{name}.py" for name in SUBJECTS[fault.module].split()]
+        tests = [str(next((copy / "tests").rglob(name))) for name in names]
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", *tests],
             cwd=copy,

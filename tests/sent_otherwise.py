@@ -1,4 +1,4 @@
-"""Algorithms whose silos send something else than what they computed."""
+"""Algorithms whose silos send something else than what they computed, and bytes like noise."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_fed.rounds.exchange import FederatedAlgorithm
 
@@ -33,3 +34,10 @@ def on_grid(step: float) -> Callable[[Any], Any]:
         return jnp.round(a / step) * step if jnp.issubdtype(a.dtype, jnp.floating) else a
 
     return lambda up: jax.tree.map(rounded, up)
+
+
+def chi_squared(data):
+    """The statistic of 256 equally likely bytes, standardised."""
+    counts = np.bincount(np.frombuffer(data, np.uint8), minlength=256)
+    expected = len(data) / 256
+    return (((counts - expected) ** 2).sum() / expected - 255) / np.sqrt(2 * 255)

@@ -2,8 +2,8 @@
 
 JAX promises little about the inside of a jaxpr, and changes it from version to version. What knows
 its parts stands here. It relies on attributes of JAX's objects rather than on their classes, and on
-what an operation means rather than on its parameters where that is enough. ``tests/test_jaxprs.py``
-shows what it expects of the JAX that is installed.
+what an operation means rather than on its parameters where that is enough.
+``tests/text/test_jaxprs.py`` shows what it expects of the JAX that is installed.
 
 Dependences are found by labels. Each input of a program carries a set of labels. An operation's
 outputs carry all labels of its inputs; calls, branches and scans are entered, so that the outputs

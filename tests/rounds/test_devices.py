@@ -61,7 +61,7 @@ def on(devices):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT],
         env={**os.environ, "XLA_FLAGS": flags},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
     )
@@ -126,7 +126,7 @@ def together(*more):
     both = [
         subprocess.Popen(
             [*command, str(i), address, *more],
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -139,7 +139,7 @@ def together(*more):
 def test_two_processes_have_the_numbers_of_one():
     alone = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROCESSES, "0", ""],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
     )

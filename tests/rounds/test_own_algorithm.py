@@ -13,7 +13,7 @@ from laid_open import inside
 import numpyro_fed as nf
 
 pytestmark = pytest.mark.slow
-PAGE = Path(__file__).parent.parent / "docs" / "own_algorithm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "own_algorithm.md"
 
 
 @pytest.fixture(scope="module")

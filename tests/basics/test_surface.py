@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import models
 import numpy as np
 import pytest
-from test_compare import corrected_of, nuts_of
+from made_up import corrected_of, nuts_of
 
 import numpyro_fed as nf
 from numpyro_fed.basics.display import html_table, html_words

@@ -77,7 +77,7 @@ def test_compiled_programs_are_kept_in_the_folder(tmp_path, settings_again):
 @pytest.mark.slow
 def test_a_first_fit_compiles_few_programs_and_runs_the_text_a_few_times(tmp_path):
     """In a process of its own: programs of other tests would be found again."""
-    script = Path(__file__).resolve().parents[1] / "benchmarks" / "first_answer.py"
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "first_answer.py"
     options = ["--works", "readme", "--no-nuts", "--json", str(tmp_path / "report.json")]
     subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True)
     (found,) = details(tmp_path / "report.json")

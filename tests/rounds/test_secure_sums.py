@@ -13,8 +13,8 @@ import optax
 import pytest
 from cases import slow_but
 from problems import cut
+from sent_otherwise import chi_squared
 from test_federation import Storm
-from test_masks import chi_squared
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError, RefusedError, ReplyError, SumError

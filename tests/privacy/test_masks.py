@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from sent_otherwise import chi_squared
 
 from numpyro_fed.basics.errors import DataError
 from numpyro_fed.privacy.masks import (
@@ -151,13 +152,6 @@ def test_the_message_is_the_value_plus_a_stream_that_does_not_depend_on_it():
             - stream(keys[1][0], b"sum 1", 100).reshape(50, 2)
             + stream(keys[1][2], b"sum 1", 100).reshape(50, 2),
         )
-
-
-def chi_squared(data):
-    """The statistic of 256 equally likely bytes, standardised."""
-    counts = np.bincount(np.frombuffer(data, np.uint8), minlength=256)
-    expected = len(data) / 256
-    return (((counts - expected) ** 2).sum() / expected - 255) / np.sqrt(2 * 255)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-8, 12345.678])

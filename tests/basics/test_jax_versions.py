@@ -57,7 +57,7 @@ def test_this_jax_lets_copies_of_arrays_be_told_apart_by_precision():
         "jax._src.dtypes.canonicalize_dtype and register_canonicalize_value_handler, or "
         "jax._src.literals.TypedNdArray, have moved: look in jax/_src for where NumPy arrays are "
         "canonicalised in a trace, and mend numpyro_fed/basics/programs.py. If "
-        "tests/test_precision.py passes with copies_by_precision doing nothing, JAX does it "
+        "tests/text/test_precision.py passes with copies_by_precision doing nothing, JAX does it "
         "itself by now: remove it."
     )
 
