@@ -73,6 +73,11 @@ class LocallyEnhanced:
 
     draws: int | Mapping[str, int] = 20
 
+    def __post_init__(self) -> None:
+        # In one order, since parties compare the words.
+        if isinstance(self.draws, Mapping):
+            object.__setattr__(self, "draws", dict(sorted(self.draws.items())))
+
 
 @dataclass(frozen=True)
 class Quadrature:

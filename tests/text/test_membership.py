@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 from scipy import stats
 
@@ -16,6 +17,7 @@ from numpyro_fed.guides.laplace import Laplace
 from numpyro_fed.guides.quadrature import RowIntegrals, default_nodes, silo_integral
 from numpyro_fed.guides.silo_bounds import AtDraw
 from numpyro_fed.guides.structured import build_guide, resolve_guide
+from numpyro_fed.network import InMemory
 from numpyro_fed.numerics.gaussian import Coordinates
 from numpyro_fed.text.membership import member_index
 from numpyro_fed.text.plan import agree
@@ -316,3 +318,45 @@ def test_padding_and_partition_change_nothing():
     own = fitted.sample_posterior(jax.random.key(2), 300, silo=1)
     assert own["r"].shape == (300, 3)
     assert fitted.loo().num_rows == len(y)
+
+
+@pytest.mark.slow
+def test_wards_and_children_over_nodes_are_those_of_one_process():
+    silos = [visits(6, 3), visits(4, 5, 1), visits(3, 7, 2)]
+    for silo, ward in zip(silos, ([0, 1, 1, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0]), strict=True):
+        silo |= dict(ward=np.array(ward, np.int32), n_ward=max(ward) + 1)
+    here = nf.fit(jax.random.key(0), by_wards, silos, **QUIET)
+    names, policy = {"wards": by_wards}, nf.Policy(min_rows=1, parameters_per_row=9)
+    nodes = [nf.Silo(silo, names=names, policy=policy) for silo in silos]
+    apart = nf.Federation(InMemory([n.answer for n in nodes]), names=names)
+    there = nf.fit(jax.random.key(0), by_wards, apart, **QUIET)
+    assert here.trusted
+    assert here.num_exchanges == there.num_exchanges
+    for name, draws in here.sample_posterior(jax.random.key(1), 200).items():
+        other = there.sample_posterior(jax.random.key(1), 200)[name]
+        np.testing.assert_allclose(other, draws, rtol=1e-4, atol=1e-5)
+    y, ward, child = (np.concatenate(part) for part in _pooled(silos))
+    cov = 0.25 * np.eye(len(y)) + 2.25 * (child[:, None] == child)
+    cov += 0.64 * (ward[child][:, None] == ward[child])
+    solved = np.linalg.solve(cov, np.stack([np.ones(len(y)), y], -1)).sum(0)
+    precision = 1 / 4 + solved[0]
+    mu = np.asarray(here.sample_posterior(jax.random.key(1), 4_000)["mu"])
+    assert abs(mu.mean() - solved[1] / precision) < 0.06 * precision**-0.5
+    assert 0.95 < mu.std() * precision**0.5 < 1.05
+
+
+def _pooled(silos):
+    """Outcomes, the ward of each child and the child of each visit, numbered over all silos."""
+    wards, children = np.cumsum([0, *(s["n_ward"] for s in silos)]), np.cumsum([0, 6, 4, 3])
+    return (
+        [s["y"] for s in silos],
+        [s["ward"] + n for s, n in zip(silos, wards, strict=False)],
+        [s["child"] + n for s, n in zip(silos, children, strict=False)],
+    )
+
+
+def test_visits_of_a_minibatch_are_not_weighed_together():
+    optim, objective = optax.adam(0.05), nf.LocallyEnhanced(9)
+    sfvi = nf.SFVI(by_visits, optim=optim, batch_size=4, start=None, objective=objective)
+    with pytest.raises(nf.GuideError, match="9 draws at silo_plate 'child', above the rows"):
+        sfvi.run(jax.random.key(0), 1, [visits(6, 3), visits(4, 3, 1)], **QUIET)
