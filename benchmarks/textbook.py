@@ -45,7 +45,7 @@ lung <- transform(lung, ecog=ph.ecog, cens=as.integer(status == 1))
 cake <- transform(cake, temp=as.numeric(as.character(temperature)))
 Oats <- as.data.frame(Oats); Orthodont <- as.data.frame(Orthodont)
 totals <- max(esoph$ncases / esoph$ncontrols, na.rm=TRUE) <= 1  # as R 4.0.3 and older have them
-esoph <- transform(esoph, n=ncontrols + ifelse(totals, 0, ncases), age=unclass(agegp),
+esoph <- transform(esoph, n=ncontrols + if (totals) 0 else ncases, age=unclass(agegp),
   alcohol=unclass(alcgp), tobacco=unclass(tobgp))
 esoph <- esoph[esoph$n > 0, c("ncases", "n", "age", "alcohol", "tobacco")]
 names <- c("sleepstudy", "cbpp", "Dyestuff", "Pastes", "Penicillin", "epil", "bacteria", "ticks",

@@ -27,6 +27,7 @@ from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords
 from numpyro_fed.posterior.weighted_draws import WeightedDraws
+from numpyro_fed.rounds.progress import shows
 from numpyro_fed.rounds.runtime import State
 from numpyro_fed.search.influence import SiloTable, Whitened
 from numpyro_fed.text.site_table import Site
@@ -101,6 +102,7 @@ class Corrected(Posterior, WeightedDraws[Result]):
         """Return the correction itself."""
         return self
 
+    @shows("draw")
     @in_precision_of_object
     def sample_posterior(
         self, key: Array, n: int, *, silo: WhichSilo | None = None

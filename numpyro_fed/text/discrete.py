@@ -48,6 +48,9 @@ from numpyro_fed.text.trace import (
 )
 
 MAX_JOINT = 64  # joint values of the discrete latents of a row
+# Nats below the most likely joint value, from which on another one counts for nothing: its part of
+# the sum and of its derivatives is below the rounding of double precision.
+NEGLIGIBLE = 40.0
 
 
 class FiniteSupport(NamedTuple):
@@ -238,11 +241,12 @@ class Group:
 
         # A density of zero may have no derivative, as that of a count with a mean of zero, and a
         # weight of zero times infinity would be NaN. So there the derivative is taken at a joint
-        # value that is possible.
+        # value that is possible. The same where next to none of the mass is: NumPyro's density of
+        # a one at a probability of zero is tiny, and its second derivative no number.
         joint = {name: jnp.asarray(values) for name, values in self.joint.items()}
         first = jax.vmap(partial(evaluated, at.fixed))(joint)
         total = no_more_than_finite(sum(first, jnp.zeros(())))
-        possible = total > -jnp.inf
+        possible = (total > -jnp.inf) & (total >= total.max(0) - NEGLIGIBLE)
         likely = self.values_at(jnp.argmax(total, 0))
         safe = {}
         for name, values in joint.items():

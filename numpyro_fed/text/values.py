@@ -187,8 +187,8 @@ class NotFinite(NamedTuple):
                 "not, at any point that was tried. So it is where the text takes a root, a power "
                 "or a logarithm of 0, as of a rate or a probability that is 0 by design or of a "
                 "weight of 0 in a mixture, and in a branch of jnp.where that is computed and not "
-                "taken. Put a harmless number in its place, jnp.where(zero, 1.0, rate), and mask "
-                "the row: numpyro.handlers.mask(mask=~zero)"
+                "taken. Put a harmless number in its place, jnp.where(zero, 1.0, rate), and where "
+                "the outcome is certain then, mask the row: numpyro.handlers.mask(mask=~zero)"
             )
         return (
             f"site '{self.site}'{where}: the log density is not finite, at any point that was "

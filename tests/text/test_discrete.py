@@ -216,6 +216,36 @@ def test_the_sum_is_exact_and_so_are_its_derivatives(text):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11)
 
 
+def test_an_outcome_that_a_state_makes_impossible_is_told_as_one_writes_it():
+    """A bird that is not there is not heard: present times detection, without a branch."""
+
+    def occupancy(y, product):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        heard = numpyro.sample("heard", dist.Beta(2, 2))
+        with nf.silo_plate("row", ROWS, dim=-2):
+            z = numpyro.sample("z", dist.Bernoulli(jax.nn.sigmoid(a)))
+            with numpyro.plate("visit", 3, dim=-1):
+                p = z * heard if product else jnp.where(z == 1, heard, 0.0)
+                numpyro.sample("y", dist.Bernoulli(p), obs=y)
+
+    y = np.array([[0, 0, 0], [1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 0, 0]])
+    at = jnp.array([0.4, -0.3])
+
+    def value(product):
+        (data,) = read([dict(y=y, product=product)])
+        fm = split(occupancy, [data])
+        return lambda z: fm.log_silo({}, z, fm.zero_latents(data), data)["row"].sum()
+
+    for order in (lambda f: f, jax.grad, jax.hessian):
+        found, expected = (order(value(product))(at) for product in (True, False))
+        assert np.isfinite(found).all()
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+    a, p = 0.4, 1 / (1 + np.exp(0.3))
+    there = 1 / (1 + np.exp(-a))
+    told = p ** y.sum(1) * (1 - p) ** (3 - y.sum(1)) * there + (y.sum(1) == 0) * (1 - there)
+    np.testing.assert_allclose(value(True)(at), np.log(told).sum(), rtol=1e-9)
+
+
 def test_draws_are_from_the_posterior_given_all_others():
     fm, silo, _ = terms(nested, CASES[nested], False)
     z_G, b = jnp.array([0.3]), 0.1 * np.arange(ROWS)

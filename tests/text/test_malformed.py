@@ -96,7 +96,7 @@ def prior_of_data(x, y):
 
 def discrete(x, y):
     with nf.silo_plate("row", x.shape[0]):
-        k = numpyro.sample("k", dist.Bernoulli(0.5))
+        k = numpyro.sample("k", dist.Poisson(0.5))  # of no bound: no sum over its values
         numpyro.sample("y", dist.Normal(k, 1), obs=y)
 
 
