@@ -449,7 +449,9 @@ def formula(
     MissingExtraError
         Without the extra ``formula``.
 
-    Notes ----- The default priors are weak on the scale of the data, which silos agree on:
+    Notes
+    -----
+    The default priors are weak on the scale of the data, which silos agree on:
     coefficients are normal with 2.5 sds of the outcomes (1 beside a link) over the sd of their
     column, or 2.5 for a level; the intercept is that of a row at the ``centre``; sds of groups
     are half normal, of 2.5, or of 1 where the group is the silo, since few silos say little.
