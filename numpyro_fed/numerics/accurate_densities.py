@@ -246,6 +246,27 @@ def _truncated(d: dist.TwoSidedTruncatedDistribution, value: ArrayLike) -> Array
     return jnp.asarray(base.log_prob(value)) - jnp.where(narrow, log_narrow, log_mass)
 
 
+def _log_survival(d: Distribution, value: ArrayLike) -> Array | None:
+    """Return the log of the probability beyond a value; None where it has no formula here."""
+    if isinstance(d, dist.Exponential):
+        return jnp.asarray(-d.rate * value)
+    if isinstance(d, dist.Weibull):
+        return jnp.asarray(-((value / d.scale) ** d.concentration))
+    if isinstance(d, dist.Normal):
+        return log_ndtr((d.loc - value) / d.scale)
+    if isinstance(d, dist.LogNormal):
+        return log_ndtr((d.loc - jnp.log(value)) / d.scale)
+    return None
+
+
+def _right_censored(d: dist.RightCensoredDistribution, value: ArrayLike) -> Array:
+    # NumPyro's log of one minus a rounded probability ends at -16 in single precision.
+    beyond = _log_survival(d.base_dist, value)
+    if beyond is None:
+        return jnp.asarray(dist.RightCensoredDistribution.log_prob(d, value))
+    return jnp.where(d.censored, beyond, jnp.asarray(d.base_dist.log_prob(value)))
+
+
 # By the class that defines the density in NumPyro. Negative binomials by their mean are
 # gamma-Poisson distributions; a beta distribution is made of a Dirichlet, and an inverse gamma of a
 # gamma distribution.
@@ -322,4 +343,5 @@ ACCURATE: dict[type, LogProb] = {
     dist.LeftTruncatedDistribution: _truncated_on_one_side,
     dist.RightTruncatedDistribution: _truncated_on_one_side,
     dist.TwoSidedTruncatedDistribution: _truncated,
+    dist.RightCensoredDistribution: _right_censored,
 }

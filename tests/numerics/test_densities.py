@@ -10,7 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.distributions import biject_to, transforms
-from scipy import special
+from scipy import special, stats
 
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
@@ -478,6 +478,25 @@ def test_a_truncated_normal_far_beyond_its_bound_is_an_exponential():
     np.testing.assert_allclose(value, np.log(200.0) - 0.5 * 200 - 0.125, atol=1e-4)
     np.testing.assert_allclose(slope, 0.5 - 1 / 200, atol=1e-5)
     np.testing.assert_allclose(*of_both)
+
+
+@pytest.mark.parametrize(
+    ("base", "frozen"),
+    [
+        (dist.Exponential(2.0), stats.expon(scale=0.5)),
+        (dist.Weibull(3.0, 1.7), stats.weibull_min(1.7, scale=3.0)),
+        (dist.Normal(1.0, 2.0), stats.norm(1.0, 2.0)),
+        (dist.LogNormal(0.3, 0.8), stats.lognorm(0.8, scale=np.exp(0.3))),
+        (dist.Gamma(2.0, 3.0), stats.gamma(2.0, scale=1 / 3)),
+    ],
+)
+def test_a_time_that_is_a_lower_bound_has_its_log_survival_far_out(base, frozen):
+    far = not isinstance(base, dist.Gamma)  # which has no formula here, and is NumPyro's
+    times = np.array([0.3, 1.0, 2.5, *([20.0, 60.0] if far else [])])
+    for censored in (0, 1):
+        d = accurate(dist.RightCensoredDistribution(base, jnp.full(len(times), censored)))
+        expected = frozen.logsf(times) if censored else frozen.logpdf(times)
+        np.testing.assert_allclose(d.log_prob(times), expected, rtol=1e-8)
 
 
 def test_a_class_of_the_users_own_keeps_its_density():
