@@ -1,6 +1,7 @@
 """What cannot work is refused before the run, by name and with the remedy; NaN stops a run."""
 
 import re
+import warnings
 from functools import cache
 
 import jax
@@ -456,16 +457,20 @@ def test_an_accumulating_optimiser_says_how_to_pass_it():
 
 
 def test_draws_that_change_nothing_are_warned_about():
-    def long_format(child, y):
+    def visits(child, y, differences):
         with nf.silo_plate("child", 3):
             b = numpyro.sample("b", dist.Normal(0, 1))
         with nf.silo_plate("visit", y.shape[0]):
-            numpyro.sample("y", dist.Normal(b[child], 1), obs=y)
+            effect = b[child] - b.mean() if differences else b[child]
+            numpyro.sample("y", dist.Normal(effect, 1), obs=y)
 
-    silo = {"child": np.array([0, 1, 2, 2]), "y": np.zeros(4)}
-    fit = nf.SFVI(long_format, optim=ADAM, objective=nf.LocallyEnhanced(5), start=None)
+    silo = {"child": np.array([0, 1, 2, 2]), "y": np.zeros(4), "differences": True}
+    fit = nf.SFVI(visits, optim=ADAM, objective=nf.LocallyEnhanced(5), start=None)
     with pytest.warns(UserWarning, match=r"draws=\{'child': 5\}"):
         fit.run(KEY, 1, [silo], **quiet)
+    with warnings.catch_warnings():  # visits are their child's data, of which there are five draws
+        warnings.simplefilter("error")
+        fit.run(KEY, 1, [silo | {"differences": False}], **quiet)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e6])
