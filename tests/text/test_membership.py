@@ -302,6 +302,7 @@ def test_by_weighted_draws_a_visit_has_the_density_of_the_posterior():
     assert (abs(density.mean(0) - exact) < 4.5 * error + 0.01 * exact).all()
 
 
+@pytest.mark.slow
 def test_padding_and_partition_change_nothing():
     """Two silos of unlike sizes, padded to one shape, have the terms that each has by itself."""
     silos = [visits(6, 3), visits(3, 2, 1)]
