@@ -118,6 +118,11 @@ def test_visits_belong_to_children_where_the_text_shows_it(name):
     assert fm.below == ({"visit": "child"} if name in BELOW else {})
 
 
+def test_a_silo_with_one_ward_knows_that_others_may_have_more():
+    one = silo_of(5, 13) | dict(ward=np.zeros(13, np.int32), n_ward=1)
+    assert split(OTHERS["two that cross"], read([one])).below == {}
+
+
 @pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (4, 4), (1, 1)])
 def test_they_do_at_a_silo_of_any_size(sizes):
     silos = read([silo_of(5, 13), silo_of(*sizes)])
