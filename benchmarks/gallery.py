@@ -25,7 +25,7 @@ from record import distance, table_row, write
 import numpyro_fed as nf
 
 MODELS = Path(__file__).resolve().parents[1] / "examples" / "models"
-NAMES = sorted(script.stem for script in MODELS.glob("*.py"))
+NAMES = sorted({script.stem for script in MODELS.glob("*.py")} - {"run"})
 
 
 def load(name: str) -> ModuleType:

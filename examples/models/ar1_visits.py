@@ -5,10 +5,8 @@ A row is a patient. The errors of the visits are one multivariate normal, statio
 visit on, and a patient's own level stays beside them: it is why visits far apart are correlated,
 too. The model is that of Diggle (1988, Biometrics 44); in nlme it is ``lme`` with ``corAR1``.
 
-    python examples/models/ar1_visits.py --plot ar1_visits.png
+    python examples/models/run.py ar1_visits --plot ar1_visits.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -83,18 +81,3 @@ def plot(fitted, silos, path):
     axis.set(xlabel="weeks between two visits", ylabel="correlation", ylim=(0, 1))
     axis.legend(frameon=False, loc="lower left", ncols=2)
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw correlations")
-    args = parser.parse_args()
-    fitted = nf.fit(jax.random.key(0), model, simulate(), progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, simulate(), args.plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,10 +5,8 @@ ring birds and look for them once a year. What is not seen after the last sighti
 closed form, so that no state is left to be drawn. See Lebreton et al. (1992, Ecological Monographs
 62), whose dippers survive less well in years of a flood. Patients who miss visits are alike.
 
-    python examples/models/capture_histories.py --plot capture_histories.png
+    python examples/models/run.py capture_histories --plot capture_histories.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -83,18 +81,3 @@ def plot(fitted, silos, path):
     axis.set_ylabel("birds ringed at the first occasion (%)")
     axis.legend(frameon=False)
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw survival")
-    args = parser.parse_args()
-    fitted = nf.fit(jax.random.key(0), model, simulate(), progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, simulate(), args.plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,10 +6,8 @@ random walk, which stays at the hospital. If it were free in a fine grid, its ma
 Cox's partial likelihood.
 Source: Whitehead (1980), Applied Statistics 29; Fahrmeir and Lang (2001), Applied Statistics 50.
 
-    python examples/models/cox.py --plot cox.png
+    python examples/models/run.py cox --plot cox.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -86,19 +84,3 @@ def plot(fitted, silos, path):
     axes[0].set(ylabel="deaths per 100 patients and month")
     figure.supxlabel("months since discharge", fontsize="medium")
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the baseline hazards")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()

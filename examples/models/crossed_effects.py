@@ -6,10 +6,8 @@ hospital and are its own; doctors are shared, and so global. In lme4 it would be
 ``rating ~ surgical + (1 | doctor) + (1 | ward)``; see Baayen, Davidson and Bates (2008, Journal of
 Memory and Language 59).
 
-    python examples/models/crossed_effects.py --plot crossed_effects.png
+    python examples/models/run.py crossed_effects --plot crossed_effects.png
 """
-
-import argparse
 
 import jax
 import numpy as np
@@ -82,18 +80,3 @@ def plot(fitted, silos, path):
     axis.set(xlabel="doctors, by where they work", ylabel="effect of the doctor on a rating")
     figure.legend(loc="outside upper center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the doctors")
-    args = parser.parse_args()
-    fitted = nf.fit(jax.random.key(0), model, simulate(), progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, simulate(), args.plot)
-
-
-if __name__ == "__main__":
-    main()

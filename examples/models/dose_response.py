@@ -5,10 +5,8 @@ one and the large ones from another, with different falls under placebo. The tex
 a baseline of each hospital.
 Source: Macdougall (2006), in Ting (ed.), Dose Finding in Drug Development.
 
-    python examples/models/dose_response.py --plot dose_response.png
+    python examples/models/run.py dose_response --plot dose_response.png
 """
-
-import argparse
 
 import jax
 import numpy as np
@@ -78,19 +76,3 @@ def plot(fitted, silos, path):
     axis.set(xlabel="dose (mg)", ylabel="fall of systolic pressure (mmHg)")
     axis.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the curve")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()

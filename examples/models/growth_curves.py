@@ -5,10 +5,8 @@ as they can. The rows are visits in long form, and each looks its patient up by 
 slope of a patient are correlated. The model is the random effects model of Laird and Ware (1982,
 Biometrics 38), in lme4 ``egfr ~ years * treated + (years | patient)``.
 
-    python examples/models/growth_curves.py --plot growth_curves.png
+    python examples/models/run.py growth_curves --plot growth_curves.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -83,18 +81,3 @@ def plot(fitted, silos, path):
     axes[0].set_ylabel("eGFR (ml/min)")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the mean curves")
-    args = parser.parse_args()
-    fitted = nf.fit(jax.random.key(0), model, simulate(), progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, simulate(), args.plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,10 +5,8 @@ part of the winter? The function is a Gaussian process, written as a sum of ten 
 space: its coefficients are ten global latents, and no covariance matrix ties rows together. See
 Riutort-Mayol et al. (2023, Statistics and Computing 33).
 
-    python examples/models/hsgp_time.py --plot hsgp_time.png
+    python examples/models/run.py hsgp_time --plot hsgp_time.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -82,18 +80,3 @@ def plot(fitted, silos, path):
     axis.set_yticks([2, 5, 10, 20, 50, 100], [2, 5, 10, 20, 50, 100])
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the season")
-    args = parser.parse_args()
-    fitted = nf.fit(jax.random.key(0), model, simulate(), progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, simulate(), args.plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,10 +5,9 @@ is another; a count with a hurdle has a regression for each. NumPyro has no dist
 the text has one of its own: zero days, or else a Poisson count without zero. Mullahy (1986),
 Journal of Econometrics 33.
 
-    python examples/models/hurdle.py --plot hurdle.png
+    python examples/models/run.py hurdle --plot hurdle.png
 """
 
-import argparse
 from typing import ClassVar
 
 import jax
@@ -96,19 +95,3 @@ def plot(fitted, silos, path):
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
     figure.savefig(path)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the days at two ages")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,10 +5,8 @@ All schools give the same items, so that difficulty and discrimination are globa
 is a latent of the pupil's row, whose mean grows with age. The model is that of Birnbaum (1968); see
 Bürkner (2021, Journal of Statistical Software 100).
 
-    python examples/models/irt_2pl.py --plot irt_2pl.png
+    python examples/models/run.py irt_2pl --plot irt_2pl.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -76,18 +74,3 @@ def plot(fitted, silos, path):
     axes[1].set_xlabel("ability (sd of pupils of one age)")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw curves of items")
-    args = parser.parse_args()
-    fitted = nf.fit(jax.random.key(0), model, simulate(), progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, simulate(), args.plot)
-
-
-if __name__ == "__main__":
-    main()

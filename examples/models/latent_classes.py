@@ -5,10 +5,8 @@ fall of blood pressure grows with the dose. The text is a mixture of two regress
 discrete latent of each patient, which is summed out in the fit and drawn afterwards. De Veaux
 (1989), Mixtures of linear regressions, Computational Statistics and Data Analysis 8.
 
-    python examples/models/latent_classes.py --plot latent_classes.png
+    python examples/models/run.py latent_classes --plot latent_classes.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -79,19 +77,3 @@ def plot(fitted, silos, path):
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, loc="upper left")
     figure.savefig(path)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the patients and both classes")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,10 +6,8 @@ the usual pressure as a latent of each patient, and the sd of the error is known
 device that is worn for a day than for a cuff. Carroll et al. (2006), Measurement Error in
 Nonlinear Models.
 
-    python examples/models/measurement_error.py --plot measurement_error.png
+    python examples/models/run.py measurement_error --plot measurement_error.png
 """
-
-import argparse
 
 import jax
 import numpy as np
@@ -78,19 +76,3 @@ def plot(fitted, silos, path):
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
     figure.savefig(path)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the risk by pressure")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()

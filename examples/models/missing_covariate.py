@@ -5,10 +5,8 @@ the model, but it is missing at some rows and in all of Chur. The text gives age
 reads what ``numpyro.sample`` returns: the age as seen, or a latent of the patient. Little and Rubin
 (2019), Statistical Analysis with Missing Data.
 
-    python examples/models/missing_covariate.py --plot missing_covariate.png
+    python examples/models/run.py missing_covariate --plot missing_covariate.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -82,19 +80,3 @@ def plot(fitted, silos, path):
     for axis in figure.axes:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the risk by age and treatment")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()

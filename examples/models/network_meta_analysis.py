@@ -5,10 +5,8 @@ are? All effects are log odds ratios against treatment 0, so that a trial of 2 a
 ``effect[3] - effect[2]``. A trial has a level of its own and a random effect on its contrast. It is
 the model of Lu and Ades (2004, Statistics in Medicine 23), as in the NICE technical document 2.
 
-    python examples/models/network_meta_analysis.py --plot network_meta_analysis.png
+    python examples/models/run.py network_meta_analysis --plot network_meta_analysis.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -83,18 +81,3 @@ def plot(fitted, silos, path):
     axis.set_ylabel("risk of an event (%)")
     axis.legend(frameon=False)
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the risks")
-    args = parser.parse_args()
-    fitted = nf.fit(jax.random.key(0), model, simulate(), progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, simulate(), args.plot)
-
-
-if __name__ == "__main__":
-    main()

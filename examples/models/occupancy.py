@@ -5,10 +5,8 @@ pond where nobody has heard it need not be empty. Several visits to each pond te
 text has presence as a discrete latent of the pond; visits that nobody made are NaN. Places of rare
 animals are kept secret: each canton has its own ponds. MacKenzie et al. (2002), Ecology 83.
 
-    python examples/models/occupancy.py --plot occupancy.png
+    python examples/models/run.py occupancy --plot occupancy.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -78,19 +76,3 @@ def plot(fitted, silos, path):
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
     figure.savefig(path)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw presence by altitude")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()

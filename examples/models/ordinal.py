@@ -4,10 +4,8 @@ Does a nerve block lower the pain after an operation? Scores have an order and n
 text has four cutpoints on the log odds scale, in order, and effects that move all of them.
 Source: McCullagh (1980), Journal of the Royal Statistical Society B 42.
 
-    python examples/models/ordinal.py --plot ordinal.png
+    python examples/models/run.py ordinal --plot ordinal.png
 """
-
-import argparse
 
 import jax
 import numpy as np
@@ -79,19 +77,3 @@ def plot(fitted, silos, path):
     axes[2].legend(frameon=False, fontsize="small")
     figure.supxlabel("pain score", fontsize="medium")
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the scores at each hospital")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()

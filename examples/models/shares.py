@@ -5,10 +5,8 @@ were watched for few days scatter more: the text has a regression for the mean a
 precision.
 Source: Smithson and Verkuilen (2006), Psychological Methods 11.
 
-    python examples/models/shares.py --plot shares.png
+    python examples/models/run.py shares --plot shares.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -80,19 +78,3 @@ def plot(fitted, silos, path):
     axes[0].set(ylim=(0, 100), ylabel="doses taken (%)")
     axes[1].legend(loc="lower right")
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the shares of one hospital")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()

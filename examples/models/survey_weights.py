@@ -5,10 +5,8 @@ people of the population the person stands for, divided by the mean of that over
 multiply log densities, which makes a pseudo-likelihood: see Savitsky and Toth (2016, Electronic
 Journal of Statistics 10).
 
-    python examples/models/survey_weights.py --plot survey_weights.png
+    python examples/models/run.py survey_weights --plot survey_weights.png
 """
-
-import argparse
 
 import jax
 import numpy as np
@@ -79,18 +77,3 @@ def plot(fitted, silos, path):
     axis.set(ylim=(-0.5, 1.5), xlabel="people who smoke (%)")
     axis.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the shares")
-    args = parser.parse_args()
-    fitted = nf.fit(jax.random.key(0), model, simulate(), progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, simulate(), args.plot)
-
-
-if __name__ == "__main__":
-    main()

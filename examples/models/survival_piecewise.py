@@ -5,10 +5,8 @@ interval in which she was at risk, with the months spent in it, and a relapse co
 likelihood is that of the hazard.
 Source: Friedman (1982), Annals of Statistics 10; Holford (1980), Biometrics 36.
 
-    python examples/models/survival_piecewise.py --plot survival_piecewise.png
+    python examples/models/run.py survival_piecewise --plot survival_piecewise.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -86,19 +84,3 @@ def plot(fitted, silos, path):
     axes[0].set(ylim=(0, None), ylabel="relapses per 100 patients and month")
     axes[1].legend(frameon=False)
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw the hazard")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()

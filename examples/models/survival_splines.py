@@ -5,10 +5,8 @@ the knots of the spline. Its parameters are the slopes between knots, which are 
 cumulative hazard rises; if all are the same it is a Weibull model.
 Source: Royston and Parmar (2002), Statistics in Medicine 21.
 
-    python examples/models/survival_splines.py --plot survival_splines.png
+    python examples/models/run.py survival_splines --plot survival_splines.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -96,19 +94,3 @@ def plot(fitted, silos, path):
     axis.set_ylabel("probability to be alive, age 60")
     axis.legend(frameon=False)
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw survival")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,10 +4,8 @@ How much does a treatment lower the hazard of death, where hospitals have a frai
 A patient is at risk from the entry into the registry (left truncation) to death or the last visit.
 Source: Klein and Moeschberger (2003), Survival Analysis, chapters 3, 12 and 13.
 
-    python examples/models/survival_weibull.py --plot survival_weibull.png
+    python examples/models/run.py survival_weibull --plot survival_weibull.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -83,19 +81,3 @@ def plot(fitted, silos, path):
     axes[0].set(ylim=(0, 1), ylabel="probability to be alive")
     axes[2].legend(frameon=False, loc="lower left", fontsize="small")
     figure.savefig(path, dpi=100)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw survival at each hospital")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,10 +5,8 @@ that err independently of each other, in populations where the disease is rare h
 there, are enough to tell. The text has the disease as a discrete latent of each patient, which is
 summed out, and a prevalence of each hospital. Hui and Walter (1980), Biometrics 36.
 
-    python examples/models/test_accuracy.py --plot test_accuracy.png
+    python examples/models/run.py test_accuracy --plot test_accuracy.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -82,19 +80,3 @@ def plot(fitted, silos, path):
     for axis in (tests, hospitals):
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw tests and prevalences")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,10 +5,8 @@ distribution has too few zeros for such counts. The text uses NumPyro's zero-inf
 distribution, with a chance of "free" by treatment and an effect of the hospital on the rate of the
 others. Lambert (1992), Technometrics 34.
 
-    python examples/models/zero_inflated.py --plot zero_inflated.png
+    python examples/models/run.py zero_inflated --plot zero_inflated.png
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -77,19 +75,3 @@ def plot(fitted, silos, path):
     names = axes[0].get_legend_handles_labels()
     figure.legend(*names, loc="outside lower center", frameon=False, ncols=3)
     figure.savefig(path)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="FILE", help="draw counts and what is predicted")
-    args = parser.parse_args()
-    silos = simulate()
-    fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
-    print(fitted.verdict)
-    print(fitted.summary().round(2))
-    if args.plot:
-        plot(fitted, silos, args.plot)
-
-
-if __name__ == "__main__":
-    main()
