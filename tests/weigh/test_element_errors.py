@@ -14,6 +14,7 @@ from numpyro_fed.weigh.element_errors import (
     FINITE_TAIL,
     ElementErrors,
     Rounding,
+    disagreement,
     moments,
     tail_shape,
 )
@@ -154,6 +155,13 @@ def test_equal_weights_are_not_smoothed():
     assert Weights.of(np.zeros(500)).pareto_k == 0.0
 
 
+def test_one_large_weight_among_equal_ones_is_not_trusted():
+    """The tail of weights that are equal but for one has no Pareto fit: their spread decides."""
+    log_weights = np.append(np.zeros(499), 10.0)
+    assert np.isnan(smooth_tail(log_weights)[1])
+    assert Weights.of(log_weights).pareto_k == np.inf
+
+
 @given(st.integers(0, 1_000))
 def test_errors_of_quantiles_depend_on_ranks_alone(seed):
     r = np.random.default_rng(seed)
@@ -252,6 +260,13 @@ def test_moments_and_their_distance_to_the_fit_are_those_computed_by_hand():
     both = moments(z, np.append(w[:3] / w[:3].sum(), [0, 0]), np.arange(5) >= 3)
     for one, other in zip(more, both, strict=True):
         np.testing.assert_allclose(one, other)
+
+
+def test_islands_disagree_by_the_standard_error_of_their_means_in_sds():
+    """Means 0, 0, 6 and 6 have the sd sqrt(12), and their mean a half of it; all spreads agree."""
+    islands = np.array([0.0, 0.0, 6.0, 6.0])[:, None, None] + np.array([-1.0, 1.0])[:, None]
+    found = disagreement(islands, np.array([2.0]))
+    np.testing.assert_allclose(found, [[np.sqrt(12) / 2 / 2], [0.0]])
 
 
 def test_draws_without_weight_are_replaced_by_the_heaviest():
