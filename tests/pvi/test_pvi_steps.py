@@ -419,6 +419,14 @@ def test_the_expected_log_likelihood_is_a_mean_over_draws_where_it_is_not_conjug
     np.testing.assert_allclose(values.var() * 20, of_one, rtol=4 * np.sqrt(2 / 4000) * 1.5)
 
 
+def test_an_expected_log_likelihood_that_is_not_a_number_is_minus_infinity():
+    """At a posterior so vague that its mean overflows, which is no reason to refuse a visit."""
+    pvi, data = parts(), built(model, "synchronous")[1][1]
+    assert pvi.conjugate
+    vague, state = eta(1.0, 1e-310), pvi.init_silo(KEY, data)
+    assert jax.jit(pvi.expected_log_lik)(KEY, {}, vague, state, data)[0] == -np.inf
+
+
 # What both need.
 
 
