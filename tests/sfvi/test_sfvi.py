@@ -17,7 +17,9 @@ import numpyro_fed as nf
 from numpyro_fed.basics.errors import NonFiniteError
 from numpyro_fed.rounds import convergence
 from numpyro_fed.rounds.exchange import Combine, Replies, combine
+from numpyro_fed.rounds.states import CarriedSilo
 from numpyro_fed.rounds.step import replayed_part
+from numpyro_fed.search.start_point import StartPoint
 
 KEY = jax.random.key(0)
 
@@ -262,6 +264,19 @@ def test_what_is_sent_are_draws_of_the_guide_and_its_centre():
     np.testing.assert_array_equal(down.coordinates.centre, loc)
     np.testing.assert_array_equal(down.coordinates.u, down.z_G)
     assert down.theta == {}
+
+
+def test_a_silo_that_goes_on_from_a_result_keeps_its_guides_in_other_coordinates():
+    """A row's mean 0.3 + 0.5 (mu - 1) is 1.3 + 1.0 u where mu is 3 + 2 u."""
+    p = parts(models.levels(), [dict(y=np.array([0.5, -1.0]))])
+    state = p.algorithm.init_silo(KEY, p.silos[0])
+    eta = {k: jnp.full_like(a, 0.5) for k, a in state.params.guide["row"].items()}
+    eta["loc"] = jnp.full_like(eta["loc"], 0.3)
+    carried = CarriedSilo({}, {"row": eta}, jnp.array([1.0]))
+    point = StartPoint({}, {}, jnp.array([3.0]), jnp.array([[2.0]]))
+    after = p.algorithm.warm_start.silo(KEY, carried, point, p.silos[0]).params.guide["row"]
+    np.testing.assert_allclose(after["loc"].ravel(), 1.3, rtol=1e-6)
+    np.testing.assert_allclose(after["mean_coupling"].ravel(), 1.0, rtol=1e-6)
 
 
 @pytest.mark.slow
