@@ -709,6 +709,19 @@ def test_whether_latents_of_rows_can_be_drawn_depends_on_their_own_prior(of_rows
     assert found.not_drawable == {"b" if of_rows else "mu"}
 
 
+def test_latents_of_rows_are_drawn_around_what_is_given():
+    """Wards lie next to their mean, and rows next to their ward; wards that are given stay."""
+    held = {"ward": np.array([0, 1, 1]), "size": np.ones(2), "y": np.zeros(3)}
+    fm, (silo,) = make(models.wards(1e-6, 1e-6), held)
+    key, mu, wards = jax.random.key(0), jnp.array([7.0]), jnp.array([[100.0], [-50.0]])
+    both = fm.draw_local(key, {}, mu, {}, silo)
+    np.testing.assert_allclose(both["ward"], np.full((2, 1), 7.0), rtol=1e-5)
+    np.testing.assert_allclose(both["row"], np.full((3, 1), 7.0), rtol=1e-5)
+    rows = fm.draw_local(key, {}, mu, {"ward": wards}, silo)
+    np.testing.assert_array_equal(rows["ward"], wards)
+    np.testing.assert_allclose(rows["row"], [[100.0], [-50.0], [-50.0]], rtol=1e-5)
+
+
 def test_a_silos_parameter_may_begin_at_a_number_of_its_data():
     def text(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
