@@ -392,6 +392,13 @@ def test_a_multivariate_student_density_has_its_derivatives_at_its_centre():
     np.testing.assert_allclose(*values)
 
 
+def test_a_dirichlet_density_has_the_derivatives_of_powers():
+    """Each share on its own: that they sum to one is known to the transform alone."""
+    a, x = np.array([0.5, 2.0, 7.0]), np.array([0.2, 0.3, 0.5])
+    found = jax.jit(jax.grad(accurate(dist.Dirichlet(a)).log_prob))(x)
+    np.testing.assert_allclose(found, (a - 1) / x)
+
+
 def test_a_probability_of_zero_by_design_has_its_gradient():
     """It was NaN: a person who is not at risk is expected no events, and has none."""
     at_risk, events = np.array([1.0, 0.0]), np.array([2, 0])
