@@ -290,6 +290,15 @@ def test_levels_of_as_many_rows_as_the_policy_says_are_told():
             policy.check_levels(rows, count)
 
 
+def test_an_average_is_over_enough_rows_or_of_latents_that_may_be_told():
+    few, told = nf.Policy(min_count=3), nf.Policy(min_count=3, tell_latents=True)
+    for policy, rows, is_told in ((few, 3, True), (told, 3, True), (told, 1, False)):
+        policy.check_average(rows, is_told=is_told)
+    for policy, rows, is_told in ((few, 2, True), (told, 2, True), (few, 100, False)):
+        with pytest.raises(ModelError, match=f"an average over {rows} rows"):
+            policy.check_average(rows, is_told=is_told)
+
+
 def test_limits_of_a_policy_have_their_names():
     with pytest.raises(TypeError, match="positional"):
         nf.Policy(5)
