@@ -17,9 +17,10 @@ from sent_otherwise import chi_squared
 from test_federation import Storm
 
 import numpyro_fed as nf
-from numpyro_fed.basics.errors import ModelError, RefusedError, ReplyError, SumError
-from numpyro_fed.basics.files import read_record
+from numpyro_fed.basics.errors import DataError, ModelError, RefusedError, ReplyError, SumError
+from numpyro_fed.basics.files import Store, read_record
 from numpyro_fed.network import InMemory
+from numpyro_fed.network.silo_sums import SecureSums
 from numpyro_fed.rounds.messages import Question, read, write
 from numpyro_fed.rounds.secure_sums import MASKED, SUM, Terms
 
@@ -321,6 +322,14 @@ def test_lists_of_keys_that_are_none_are_refused(change, words):
 
     with pytest.raises(ModelError, match=f"refuses 'peers': .*({words})"):
         SFVI.run(KEY, 1, secure(Listening(silos_of(numbers()), down)), **QUIET)
+
+
+@pytest.mark.parametrize("name", ["s" * 101, 5, None])
+def test_a_session_has_a_name_of_up_to_a_hundred_letters(name):
+    sums = SecureSums(nf.Policy(), Store(None))
+    assert sums.greet({"session": "s" * 100}) == sums.greet({"session": "s" * 100})
+    with pytest.raises(DataError, match="as its session, where a text is expected"):
+        sums.greet({"session": name})
 
 
 # --- masks are used once ---------------------------------------------------------------------
