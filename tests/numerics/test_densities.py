@@ -663,3 +663,12 @@ def test_the_last_of_ordered_categories_is_exact_far_out():
     expected = [-51.0, np.log(-np.expm1(-1.0)) - 50.0, np.log(-np.expm1(-1.0)) - 49.0]
     found = jax.jit(lambda y: at(fn, y))(np.array([2, 1, 1]))
     np.testing.assert_allclose(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+def test_ordered_categories_of_any_batch_have_differences_of_logistic_functions(shape):
+    fn = dist.OrderedLogistic(np.full(shape, 0.7), np.array([0.0, 1.0]))
+    category = np.arange(3).reshape(3, *(1 for _ in shape))
+    shares = np.diff([0.0, *special.expit([-0.7, 0.3]), 1.0])
+    found = jax.jit(accurate(fn).log_prob)(np.broadcast_to(category, (3, *shape)))
+    np.testing.assert_allclose(found, np.broadcast_to(np.log(shares)[category], (3, *shape)))
