@@ -434,8 +434,15 @@ def test_a_posterior_is_the_minimum_over_the_family_for_any_divergence():
     """With a KL that is not known as one L-BFGS finds the sum; with a weighted one it is scaled."""
     family, kl = parts().family, KL()
     prior, total = eta(*PRIOR), eta(3.0, 2.0)
-    by_search = jax.jit(aggregation(family, lambda *given: kl(*given)))
+
+    def divergence(family, q, p):
+        """None at all from a prior whose first number is above ten."""
+        return jnp.where(p["gaussian"]["first"][0] > 10, 0.0, kl(family, q, p))
+
+    by_search = jax.jit(aggregation(family, divergence))
     np.testing.assert_allclose(numbers(by_search(prior, total)), with_prior(3, 2), rtol=1e-4)
+    # Where the mean gains without end there is no minimum, and what is found is no number.
+    assert np.isnan(numbers(by_search(eta(20.0, 1.0), eta(3.0, 0.0)))).all()
     weighted = aggregation(family, WeightedKL(4.0))
     np.testing.assert_allclose(numbers(weighted(prior, total)), PRIOR + np.array([0.75, 0.5]))
     pvi = parts(aggregate=weighted, local=Told(eta(5.0, 7.0)))
