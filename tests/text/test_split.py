@@ -82,6 +82,8 @@ def test_log_silo_is_the_hand_computed_density_of_each_row():
     rows = fm.log_silo({}, jnp.array([0.3]), {"row": z[:, None]}, silo)["row"]
     by_hand = dist.Normal(0.3, 1).log_prob(z) + dist.Normal(jnp.exp(z), 3).log_prob(Y)
     np.testing.assert_allclose(rows, by_hand, rtol=1e-6)
+    at_zero = dist.Normal(0, 1).log_prob(0.0) + dist.Normal(1, 3).log_prob(Y)
+    np.testing.assert_allclose(fm.terms_at_zero(silo)["row"], at_zero, rtol=1e-6)
     prior = fm.log_prior({}, jnp.array([0.3]))
     np.testing.assert_allclose(prior, dist.Normal(1, 2).log_prob(0.3), rtol=1e-6)
 
