@@ -37,7 +37,7 @@ StaticArgs = int | tuple[int, ...] | None  # positions of the arguments that are
 SLOW_ADDITIONS = (0, 10, 2), (0, 11, 1)
 # XLA's options for programs that run once: compiled in a third of the time, and slower to run. The
 # CPU's fusion emitters have a compile time of their own. For the rounds of a run they do not pay:
-# without emitters rounds take 1.1 to 1.4 times as long (docs/results/compilation.md).
+# without emitters rounds take 1.1 to 1.4 times as long.
 
 QUICK = {
     "xla_backend_optimization_level": 0,

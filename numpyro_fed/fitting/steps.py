@@ -55,11 +55,11 @@ INNER_RANGE, ROWS_PER_DRAW = (20, 200), 4
 WIDER, WIDER_FOR_TAILS = 0.16, 0.5
 # Draws of each row's latents in the bound, and of latents of outer plates. Twenty bring the six
 # cities to 0.053 sd of NUTS. Draws at an outer plate multiply those of the rows below, and did not
-# pay on three levels (docs/results/importance.md).
+# pay on three levels.
 ROW_DRAWS, OUTER_DRAWS = 20, 5
 # Numbers in all data up to which programs are compiled with few optimisations: steps over them take
 # less time than optimising would. A regression with 270 rows took 38 s instead of 73, the six
-# cities, which are above, would take 92 instead of 75 (docs/results/compilation.md).
+# cities, which are above, would take 92 instead of 75.
 SMALL_DATA = 20_000
 # Searches for the mode, side by side: the first from zero, the others from the prior. More find
 # more modes and take longer, in proportion.

@@ -6,15 +6,15 @@ Some of NumPyro's log densities are differences of large numbers. A negative bin
 takes it for a mode. :func:`log_prob` computes these differences by themselves:
 
 .. math::
-    \log\frac{\Gamma(a + k)}{\Gamma(a)} = (a - \tfrac12) \log(1 + k / a) + k \log(a + k) - k
-    + r(a + k) - r(a), \qquad r(x) = \tfrac1{12 x} - \tfrac1{360 x^3} + \dots
+    \log\frac{\Gamma(a + k)}{\Gamma(a)} = a \log(1 + k / a) + k \log(a + k) - k + s(a) - s(a + k),
+    \qquad s(a) = a \log a - a - \log\Gamma(a)
+    = \tfrac12 \log\frac a{2 \pi} - \tfrac1{12 a} + \tfrac1{360 a^3} - \dots
 
-A gamma density of rate :math:`b` near its mean, of which beta and Dirichlet densities are made, is
-computed from the relative deviation :math:`u` of a value:
+A gamma density of rate :math:`b`, of which beta and Dirichlet densities are made, is computed from
+the ratio :math:`r` of a value to its mean:
 
 .. math::
-    \log p(y) = a (\log(1 + u) - u) - \log y + \tfrac12 \log \frac a{2 \pi} - r(a),
-    \qquad u = \frac{b y}a - 1
+    \log p(y) = a (\log r - r + 1) - \log y + s(a), \qquad r = \frac{b y}a
 
 Others have a value, but no gradient: a Poisson density of rate 0 at 0, say. And far out most of
 them are infinite or NaN, where what is computed of a latent overflows. There a model has no density
@@ -86,22 +86,53 @@ def accurate(fn: Distribution) -> Distribution:
     return new
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _stirling(order: int, a: Array) -> Array:
+    r"""Return :math:`s(a) = a \log a - a - \log\Gamma(a)`, or its derivative of this ``order``.
+
+    By its series for large ``a``. Smaller ones are taken there by the recurrence of the gamma
+    function. Every derivative is one formula, which compiles in a tenth of the time that those of
+    the digamma function take.
+    """
+    is_large = a >= LARGE
+    small = jnp.where(is_large, 1.0, a)
+    x = jnp.where(is_large, a, small + LARGE)
+    sign = (-1.0) ** order
+    # Powers 1, 3, 5 ... of 1 / x, differentiated as often.
+    numbers = [c * math.prod(range(2 * i + 1, 2 * i + 1 + order)) for i, c in enumerate(SERIES)]
+    inverse = 1 / x
+    remainder = jnp.full_like(x, numbers[-1])
+    for number in numbers[-2::-1]:
+        remainder = number + remainder * inverse**2
+    steps = small[..., None] + jnp.arange(LARGE, dtype=x.dtype)
+    if order == 0:
+        leading, product = 0.5 * jnp.log(x / (2 * math.pi)), jnp.log(steps.prod(-1))
+    else:
+        factor = -sign * math.factorial(order - 1)
+        leading, product = 0.5 * factor * inverse**order, factor * (steps**-order).sum(-1)
+    at_x = leading - sign * remainder * inverse ** (order + 1)
+    ends = _entropy(order, small) - _entropy(order, small + LARGE)
+    return at_x + jnp.where(is_large, 0.0, product + ends)
+
+
+@_stirling.defjvp
+def _(order: int, at: tuple[Array], change: tuple[Array]) -> tuple[Array, Array]:
+    return _stirling(order, *at), _stirling(order + 1, *at) * change[0]
+
+
+def _entropy(order: int, x: Array) -> Array:
+    """Return ``x log(x) - x``, or its derivative of this ``order``."""
+    if order == 0:
+        return x * (jnp.log(x) - 1)
+    if order == 1:
+        return jnp.log(x)
+    return (-1.0) ** order * math.factorial(order - 2) * x ** (1 - order)
+
+
 def log_rising(a: Array, k: ArrayLike) -> Array:
     """Return the log of gamma(a + k) / gamma(a), for ``a`` above and ``k`` not below zero."""
-    is_large = a >= LARGE
-    large, small = jnp.where(is_large, a, LARGE), jnp.where(is_large, 1.0, a)
-    ends = _remainder(large + k) - _remainder(large)
-    series = (large - 0.5) * jnp.log1p(k / large) + k * jnp.log(large + k) - k + ends
-    return jnp.where(is_large, series, gammaln(small + k) - gammaln(small))
-
-
-def _remainder(x: Array) -> Array:
-    """Return what Stirling's formula leaves of the log of gamma(x), for a large ``x``."""
-    inverse = 1 / x
-    total = jnp.full_like(x, SERIES[-1])
-    for coefficient in SERIES[-2::-1]:
-        total = coefficient + total * inverse**2
-    return total * inverse
+    ends = _stirling(0, a) - _stirling(0, a + k)
+    return a * jnp.log1p(k / a) + k * (jnp.log(a + k) - 1) + ends
 
 
 @jax.custom_jvp
@@ -143,24 +174,27 @@ def _log_choices(n: Array, y: Array) -> Array:
     return gammaln(n + 1) - gammaln(y + 1) - gammaln(n - y + 1)
 
 
-def _log_gamma_density(a: Array, rate: Array, y: Array) -> Array:
-    """Return the log density of a gamma distribution, without large terms near its mean."""
-    deviation = rate * y - a
-    is_near = jnp.abs(deviation) < 0.2 * a
-    safe = jnp.where(is_near, a, 1.0)
-    u = jnp.where(is_near, deviation, 0.0) / safe
+@jax.custom_jvp
+def _log_ratio(a: Array, rate: Array, y: Array) -> Array:
+    """Return ``log(r) - (r - 1)`` for ``r = rate y / a``, without large terms near 1."""
+    u = (rate * y - a) / a
+    is_near = jnp.abs(u) < 0.2
+    near_u = jnp.where(is_near, u, 0.0)
     # log(1 + u) is 2 artanh(s), of which the part linear in u is taken away.
-    s = u / (2 + u)
-    series = jnp.polyval(jnp.asarray(ARTANH[::-1], s.dtype), s**2)
-    near = safe * (2 * s**3 * series - u * s) - jnp.log(jnp.where(is_near, y, 1.0))
-    far, far_rate, far_y = (jnp.where(is_near, 1.0, v) for v in (a, rate, y))
-    away = far * (jnp.log(far_rate) - jnp.log(far) + 1) + (far - 1) * jnp.log(far_y)
-    away = away - far_rate * far_y
-    is_large = a >= LARGE
-    large, small = jnp.where(is_large, a, LARGE), jnp.where(is_large, 1.0, a)
-    of_small = small * (jnp.log(small) - 1) - gammaln(small)
-    at_mean = 0.5 * jnp.log(large / (2 * math.pi)) - _remainder(large)
-    return jnp.where(is_near, near, away) + jnp.where(is_large, at_mean, of_small)
+    s = near_u / (2 + near_u)
+    near = 2 * s**3 * jnp.polyval(jnp.asarray(ARTANH[::-1], s.dtype), s**2) - near_u * s
+    return jnp.where(is_near, near, jnp.log(rate) - jnp.log(a) + jnp.log(y) - u)
+
+
+@_log_ratio.defjvp
+def _(at: tuple[Array, ...], change: tuple[Array, ...]) -> tuple[Array, Array]:
+    (a, rate, y), (of_a, of_rate, of_y) = at, change
+    return _log_ratio(*at), (a - rate * y) / a * (of_rate / rate + of_y / y - of_a / a)
+
+
+def _log_gamma_density(a: Array, rate: Array, y: Array) -> Array:
+    """Return the log density of a gamma distribution."""
+    return a * _log_ratio(a, rate, y) - jnp.log(y) + _stirling(0, a)
 
 
 def _dirichlet(x: Array, a: Array) -> Array:
@@ -169,7 +203,7 @@ def _dirichlet(x: Array, a: Array) -> Array:
     shares = _log_gamma_density(a, total[..., None], x).sum(-1)
     # The sum of x is one. Off the simplex the derivatives go on as those of x ** (a - 1).
     beyond = total * (one - jax.lax.stop_gradient(one))
-    return shares - _log_gamma_density(total, total, jnp.ones_like(total)) + beyond
+    return shares - _stirling(0, total) + beyond
 
 
 def _multivariate_student_t(d: dist.MultivariateStudentT, value: ArrayLike) -> Array:

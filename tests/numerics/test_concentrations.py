@@ -8,8 +8,9 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 from cases import slow_but
+from scipy.special import polygamma
 
-from numpyro_fed.numerics.accurate_densities import accurate
+from numpyro_fed.numerics.accurate_densities import accurate, log_rising
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510")
 
@@ -95,3 +96,16 @@ def test_a_concentration_of_any_size_has_its_density_and_gradient(name, is_doubl
                     np.testing.assert_allclose(
                         slope, expected, rtol=digits, atol=noise + digits / 100
                     )
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_a_ratio_of_gamma_functions_has_the_derivatives_of_polygamma_functions(order):
+    a, k = np.meshgrid([1e-3, 0.4, 1.0, 9.9, 10.0, 35.0, 800.0], [0.0, 1.0, 7.0, 300.0])
+    derivative = log_rising
+    for _ in range(order):
+        derivative = jax.grad(derivative)
+    with jax.enable_x64(True):
+        found = jax.vmap(derivative)(*map(jnp.asarray, (a.ravel(), k.ravel())))
+    expected = polygamma(order - 1, a + k) - polygamma(order - 1, a)
+    size = np.abs(polygamma(order - 1, a)) + 1
+    assert np.all(np.abs(found - expected.ravel()) < 1e-13 * size.ravel())
