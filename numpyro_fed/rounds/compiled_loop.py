@@ -48,7 +48,7 @@ from numpyro_fed.rounds.step import (
 
 # Rounds for which noise is drawn at once. One draw for many rounds costs less than many small ones:
 # a round with 100 of 10,000 silos took 2.36 times as long as one of 100 silos before, 2.02 times
-# now (docs/results/speed.md). More rounds at once were tried and gained nothing (compilation.md).
+# now (docs/results/speed.md). More rounds at once were tried and gained nothing.
 BLOCK = 64
 # Numbers that are drawn at once, about, which bounds the memory: 4 MB in single precision.
 NOISE = 2**20

@@ -108,4 +108,4 @@ def test_a_ratio_of_gamma_functions_has_the_derivatives_of_polygamma_functions(o
         found = jax.vmap(derivative)(*map(jnp.asarray, (a.ravel(), k.ravel())))
     expected = polygamma(order - 1, a + k) - polygamma(order - 1, a)
     size = np.abs(polygamma(order - 1, a)) + 1
-    assert np.all(np.abs(found - expected.ravel()) < 1e-13 * size.ravel())
+    assert np.all(np.abs(np.asarray(found) - expected.ravel()) < 1e-13 * size.ravel())
