@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from numpyro_fed.network import PrivateKey
+
 SITES = ("hospital-1", "hospital-2", "hospital-3")
 USER = "analyst@university.org"
 SERVER = "localhost"  # also the address on which it listens: no other machine reaches it
@@ -48,7 +50,10 @@ class Place:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         (self.folder / "project.yml").write_text(PROJECT.format(port=port))
-        (self.folder / "policy.toml").write_text(POLICY)
+        self.key = PrivateKey.generate()
+        self.key.save(self.folder / "analyst.key")
+        rules = f'requesters = ["{self.key.fingerprint}"]\n{POLICY}'
+        (self.folder / "policy.toml").write_text(rules)
         self.call("nvflare.cli", "provision", "-p", "project.yml", "-w", "kits", "--force")
         self.allow(SERVER)
         for site in SITES:
@@ -71,6 +76,7 @@ class Place:
     def analyse(self, state, **options):
         """Run the study as the analyst does; return what was printed."""
         arguments = ("--engine", "nvflare", "--kit", self.kit(USER), "--state", state)
+        arguments += ("--key", self.folder / "analyst.key")
         return self.call("numpyro_fed.network.cli", "run", self.study, *arguments, **options).stdout
 
     def start(self, name, command, **environment):

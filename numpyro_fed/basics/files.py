@@ -211,8 +211,8 @@ class _Database(sqlite3.Connection):
         self.close()
 
 
-def log_privately(file: str | Path, entry: Mapping[str, Any]) -> None:
-    """Add the time and an entry as a line of JSON to a file that only its owner can read.
+def log_privately(file: str | Path, entry: Mapping[str, Any]) -> str:
+    """Add time and entry as a line of JSON to a file only its owner can read; return the line.
 
     A file that is open to all users is closed to all but its owner, with a warning if it cannot be,
     as where it belongs to another user. One that is open to a group alone stays so: its owner has
@@ -234,6 +234,7 @@ def log_privately(file: str | Path, entry: Mapping[str, Any]) -> None:
                     stacklevel=2,
                 )
         stream.write(f"{line}\n".encode())
+    return line
 
 
 def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> None:

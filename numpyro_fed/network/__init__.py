@@ -3,11 +3,12 @@
 May import everything; imported by nothing.
 """
 
-from numpyro_fed.network.engines import InMemory, Sockets
+from numpyro_fed.network.engines import Folder, InMemory, Sockets
 from numpyro_fed.network.flare import Flare
 from numpyro_fed.network.silo import Silo
+from numpyro_fed.rounds.envelopes import PrivateKey
 
-__all__ = ["Flare", "InMemory", "Silo", "Sockets"]
+__all__ = ["Flare", "Folder", "InMemory", "PrivateKey", "Silo", "Sockets"]
 
 
 def __dir__() -> list[str]:

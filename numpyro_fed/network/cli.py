@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -23,10 +24,12 @@ from numpyro_fed.basics.errors import DataError, MissingExtraError, ModelError, 
 from numpyro_fed.basics.files import private_folder, write_atomically
 from numpyro_fed.basics.programs import cache_programs
 from numpyro_fed.methods.method import FederatedMethod
-from numpyro_fed.network.engines import Sockets, listen, short_folder
+from numpyro_fed.network.engines import Folder, Sockets, listen, short_folder
 from numpyro_fed.network.flare import Flare, allow
+from numpyro_fed.network.owner import add_commands, answer_files, key_of, study_hash
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import Silo
+from numpyro_fed.rounds.envelopes import PrivateKey
 from numpyro_fed.rounds.federation import Engine, Federation
 
 NUMBER = "NUMPYRO_FED_SILO"  # of the silos of a rehearsal, in their environment
@@ -38,6 +41,7 @@ SITES = "sites.json"
 # The folder in that of a silo or of the analyst with compiled programs, where a new process finds
 # them.
 PROGRAMS = "programs"
+LOG = logging.getLogger("numpyro_fed.silo")
 # Errors whose words are for whoever runs the command.
 TOLD = ModelError, DataError, SavedStateError, ConnectionError, TimeoutError, MissingExtraError
 
@@ -65,12 +69,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept.add_argument("--state", type=Path, help=words)
     words = "keep nothing: the policy's limits end with the process, as in a rehearsal"
     kept.add_argument("--in-memory", action="store_true", help=words)
-    silo.add_argument("--policy", type=Path, help="a file of TOML with the owner's rules")
+    add_rules(silo)
+
+    answer = commands.add_parser("answer", help="answer the files of an analyst, and end")
+    answer.set_defaults(command=answer_once, in_memory=False)
+    answer.add_argument("study", type=Path, help="the same file as at the analyst")
+    answer.add_argument("request", type=Path, help="a file NAME.request, or a folder with some")
+    answer.add_argument("--data", required=True, help="file.py:function that returns the data")
+    answer.add_argument("--state", type=Path, required=True, help="the silo's folder, which stays")
+    add_rules(answer)
 
     run = commands.add_parser("run", help="run a study over silos that are reached by an engine")
     run.set_defaults(command=analyse, engine_of=listening_already)
     run.add_argument("study", type=Path, help="the file with the models and main(silos)")
-    run.add_argument("--engine", choices=["sockets", "nvflare"], default="sockets")
+    run.add_argument("--engine", choices=["sockets", "nvflare", "folder"], default="sockets")
+    run.add_argument("--folder", type=Path, help="with a folder of files for each silo")
+    run.add_argument("--key", type=Path, help="of numpyro-fed key, with which questions are signed")
     run.add_argument("--sockets", type=Path, nargs="+", help="of silos on this machine")
     run.add_argument("--kit", type=Path, help="the startup kit of a user of NVFLARE")
     run.add_argument("--sites", nargs="+", help="of NVFLARE, in the order of the silos")
@@ -83,37 +97,73 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kit.add_argument("kit", type=Path, help="the startup kit of a site or of the server")
     kit.add_argument("--socket", type=Path, help="where the silo listens: for a site")
 
+    add_commands(commands)
+
     args = parser.parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("jax").setLevel(logging.WARNING)  # of backends that are not there
+    before = os.umask(0o077)  # whatever is written, compiled programs too, is for its owner alone
     try:
         args.command(args)
     except TOLD as error:
         print(f"numpyro-fed: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"numpyro-fed: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+        return 1
+    finally:
+        os.umask(before)
     return 0
+
+
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments by which a silo's owner says who may ask for what."""
+    parser.add_argument("--policy", type=Path, help="a file of TOML with the owner's rules")
+    words = "a fingerprint of numpyro-fed key, beside those of the policy"
+    parser.add_argument("--requester", action="append", default=[], help=words)
+    parser.add_argument("--anyone", action="store_true", help="answer questions of no signature")
+
+
+def silo_of(args: argparse.Namespace, state: Path | None) -> Silo:
+    """Return the silo of the command's arguments, which has its folder to itself."""
+    loaded = set(sys.modules)
+    study = load_file(args.study)
+    hashed = study_hash(study, [m for name, m in sys.modules.items() if name not in loaded])
+    try:
+        policy = Policy() if args.policy is None else Policy.from_toml(args.policy)
+        policy = replace(policy, requesters=(*policy.requesters, *args.requester))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"the policy {args.policy} cannot be used: {error}") from error
+    if not (policy.requesters or args.anyone or args.in_memory):
+        raise ModelError(
+            "nobody may ask this silo: its policy has no requesters. The analyst makes a key by "
+            "'numpyro-fed key', and you add the line that it prints to the policy; or start with "
+            "--anyone, if whoever can open the socket may ask."
+        )
+    silo = Silo(data_of(args.data), names=names_of(study), policy=policy, state=state, study=hashed)
+    silo.hold()  # before the socket is taken from another process that answers
+    LOG.info("the hash of the study's files: %s", hashed)
+    if state is not None:
+        cache_programs(private_folder(state / PROGRAMS))
+    if policy.secure_sum:
+        LOG.info("the fingerprint of this silo's key, for others' peers: %s", silo.fingerprint)
+    LOG.info("what is kept, what was asked among it, is in %s", state or "no folder")
+    return silo
+
+
+def answer_once(args: argparse.Namespace) -> None:
+    """Answer files, and end."""
+    answer_files(silo_of(args, args.state), args.request)
 
 
 def serve(args: argparse.Namespace) -> None:
     """Answer the server until the process is ended."""
-    names = names_of(load_file(args.study))
-    try:
-        policy = None if args.policy is None else Policy.from_toml(args.policy)
-    except (ValueError, OSError) as error:
-        raise ModelError(f"the policy {args.policy} cannot be used: {error}") from error
-    data, state = data_of(args.data), args.state
+    state = args.state
     if state is None and not args.in_memory:
         state = Path(f"{args.socket}.state")
-    silo = Silo(data, names=names, policy=policy, state=state)
-    silo.hold()  # before the socket is taken from another process that answers
-    if state is not None:
-        cache_programs(private_folder(state / PROGRAMS))
+    silo = silo_of(args, state)
     server = listen(args.socket, silo.answer)
-    log = logging.getLogger("numpyro_fed.silo")
-    if policy is not None and policy.secure_sum:
-        log.info("the fingerprint of this silo's key, for others' peers: %s", silo.fingerprint)
-    log.info("what is kept, what was asked among it, is in %s", state or "no folder")
-    log.info("listening at %s", args.socket)
+    LOG.info("listening at %s", args.socket)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
@@ -125,7 +175,9 @@ def serve(args: argparse.Namespace) -> None:
 
 def analyse(args: argparse.Namespace) -> None:
     """Run the study's ``main`` over silos."""
+    loaded = set(sys.modules)
     study = load_file(args.study)
+    hashed = study_hash(study, [m for name, m in sys.modules.items() if name not in loaded])
     run = getattr(study, "main", None)
     if not callable(run):
         raise ModelError(
@@ -136,14 +188,19 @@ def analyse(args: argparse.Namespace) -> None:
         cache_programs(private_folder(args.state / PROGRAMS))
     options = dict(patience=args.patience, state=args.state, secure_sum=args.secure_sum)
     with ExitStack() as stack:
-        run(Federation(args.engine_of(args, stack), names=names_of(study), **options))
+        engine = args.engine_of(args, stack)
+        options |= dict(key=args.signing, study=hashed)
+        run(Federation(engine, names=names_of(study), **options))
 
 
 def listening_already(args: argparse.Namespace, stack: ExitStack) -> Engine:
     """Return the engine to silos that listen already, which the stack closes."""
-    needed = {"sockets": "sockets", "nvflare": "kit"}[args.engine]
+    needed = {"sockets": "sockets", "nvflare": "kit", "folder": "folder"}[args.engine]
     if getattr(args, needed) is None:
         raise ModelError(f"--engine {args.engine} needs --{needed}.")
+    args.signing = key_of(args.key)
+    if args.engine == "folder":
+        return Folder(args.folder, args.sites or ())
     if args.engine == "sockets":
         return Sockets(args.sockets)
     # What NVFLARE says of its network is not for the analyst, who hears of it by the engine.
@@ -166,9 +223,11 @@ def listening_here(args: argparse.Namespace, stack: ExitStack) -> Engine:
     folder = Path(stack.enter_context(short_folder()))
     sockets = [folder / f"{j}.sock" for j in range(args.silos)]
     processes = []
+    args.signing = PrivateKey.generate()
     for j, path in enumerate(sockets):
         command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
         command += ["--data", args.data, "--socket", str(path)]
+        command += ["--requester", args.signing.fingerprint]
         kept = ["--in-memory"] if args.state is None else ["--state", args.state / f"silo-{j}"]
         processes.append(
             subprocess.Popen([*command, *map(str, kept)], env={**os.environ, NUMBER: str(j)})

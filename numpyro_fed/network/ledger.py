@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.basics.errors import DataError, ModelError
-from numpyro_fed.basics.files import Store, log_privately
+from numpyro_fed.basics.files import Store
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.privacy.budget import epsilon_of
 from numpyro_fed.rounds import names
@@ -40,6 +40,7 @@ class Ledger:
 
     policy: Policy
     store: Store
+    num_rows: int = 0  # of the silo, on which the policy's delta depends
     # What the store keeps: ``places`` and ``draws`` so far; ``stage``, the exchange farthest down
     # the policy's list that was answered; and ``noise``, the sum of inverse squared noise
     # multipliers, by which Gaussian releases compose, of the runs that protect the same:
@@ -71,7 +72,12 @@ class Ledger:
         # One row less and another one more are two changes of one row, as far as a silo's clip may
         # be: so releases that protect different things count four times.
         total = sum(inverse_squares.values()) * (1 if len(inverse_squares) < 2 else 4)
-        return epsilon_of((total**-0.5,), self.policy.max_delta) if total else 0.0
+        return epsilon_of((total**-0.5,), self.delta) if total else 0.0
+
+    @property
+    def delta(self) -> float:
+        """Return the delta of all runs together."""
+        return self.policy.delta(self.num_rows)
 
     @contextmanager
     def spending_evaluations(self, exchange: str, numbers: Mapping[str, float]) -> Iterator[None]:
@@ -95,9 +101,9 @@ class Ledger:
         """Enter the beginning of a run with a noise multiplier; 0 for one without a budget."""
         policy, after = self.policy, dict(self.kept["noise"])
         if multiplier:
-            if delta > policy.max_delta:
+            if delta > self.delta:
                 raise ModelError(
-                    f"this silo's policy allows a delta of {policy.max_delta:g} (max_delta), and "
+                    f"this silo's policy allows a delta of {self.delta:.3g} (max_delta), and "
                     f"the plan has {delta:g}. Its owner may raise the limit."
                 )
             after[protects] = after.get(protects, 0.0) + multiplier**-2
@@ -105,7 +111,7 @@ class Ledger:
             if together > policy.epsilon * ROUNDED:
                 raise ModelError(
                     f"this silo's policy allows an epsilon of {policy.epsilon:g} at delta "
-                    f"{policy.max_delta:g} for all runs together (max_epsilon), and with this one "
+                    f"{self.delta:.3g} for all runs together (max_epsilon), and with this one "
                     f"it would be {together:.3g}. Its owner may raise the limit."
                 )
         with self._counted({"noise": after}):
@@ -125,17 +131,6 @@ class Ledger:
     def _keep(self, counted: dict[str, Any]) -> None:
         self.kept = counted
         self.store.put({LEDGER: json.dumps(counted).encode()})
-
-    def log(self, entry: dict[str, Any]) -> None:
-        """Add a line to the audit log."""
-        if self.policy.audit is None:
-            return
-        try:
-            log_privately(self.policy.audit, {**entry, "left": self.left})
-        except OSError as error:
-            raise DataError(
-                "the silo's audit log cannot be written, so that the silo refuses."
-            ) from error
 
 
 def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:

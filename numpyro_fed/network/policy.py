@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
-from numpyro_fed.basics.errors import ModelError, is_number
+from numpyro_fed.basics.errors import ModelError, is_number, one_of
 from numpyro_fed.data.tables import MIN_COUNT
 from numpyro_fed.methods.method import PlanSize
 
 MAX_EPSILON = 10.0  # of runs with noise, where the owner has set none
+MAX_DELTA = 1e-3  # the same, for any number of rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,13 @@ class Policy:
 
     Parameters
     ----------
+    requesters : tuple of str
+        The fingerprints of those who may ask, as ``numpyro-fed key`` prints them
+        (``"SHA256:..."``). Others get no answer, and spend nothing. Empty: a question is answered
+        whoever asks, which is right in one process alone; ``numpyro-fed silo`` does not start so.
+    approve : {"all", "ask"}
+        Whether a study waits until the owner has approved it: ``numpyro-fed requests`` lists
+        studies, ``approve`` and ``refuse`` decide. A study is its files and who asks for it.
     methods : tuple of str
         The names of methods that may be run, ``"PVI"``, or names of the study. Empty: all.
     exchanges : tuple of str
@@ -49,6 +59,13 @@ class Policy:
     min_count : int
         The least number of rows of a level whose name is told (:func:`numpyro_fed.levels`), of a
         group in an average, and of a bin in a calibration. A question for rarer ones is refused.
+    columns : tuple of str
+        The names of columns and arguments that a text may read. Empty: all.
+    person : str, optional
+        The column, of DataFrames or of the data, with the number or name of a person. Rows of one
+        person then count once in ``min_persons``.
+    min_persons : int
+        The least number of persons that this silo has. Without ``person`` each row is one.
     parameters_per_row : float
         Globals and shared parameters for each row of this silo, at most. The default is that of
         DataSHIELD for generalised linear models (``nfilter.glm``).
@@ -76,12 +93,17 @@ class Policy:
         noise tell is :math:`(\epsilon, \delta)` private with ``max_epsilon`` and ``max_delta``.
         Their noise is Gaussian, and composes exactly, by the library dp-accounting. Of runs that
         protect different units or neighbours each counts as one with half of its noise.
-    max_delta : float
-        The delta of all runs together, below 1 over the number of rows, and the largest that a plan
-        may have.
+    also_without_noise : bool
+        Whether runs without noise are answered beside the budget of ``max_epsilon``. What all runs
+        tell together is then not private in that sense.
+    max_delta : float, optional
+        The delta of all runs together, and the largest that a plan may have. By default a tenth of
+        1 over the number of the silo's rows, and 0.001 at most.
     audit : str, optional
-        A file to which each message is added as a line of JSON: time, exchange, run, names and
-        shapes of arrays, the SHA-256 of message and reply, and what is left of the budget.
+        A file to which each message is added as a line of JSON: time, requester, study, exchange,
+        run, names and shapes of arrays, why it was refused, the SHA-256 of message and reply, and
+        what is left of the budget. Each line has the hash of the one before
+        (``numpyro-fed audit --check``). ``"syslog"`` for the system's log.
 
     Examples
     --------
@@ -90,12 +112,17 @@ class Policy:
     100
     """
 
+    requesters: tuple[str, ...] = ()
+    approve: str = "all"
     methods: tuple[str, ...] = ()
     exchanges: tuple[str, ...] = ()
     in_order: bool = False
     min_silos: int = 2
     min_rows: int = 5
     min_count: int = MIN_COUNT
+    columns: tuple[str, ...] = ()
+    person: str | None = None
+    min_persons: int = 0
     parameters_per_row: float = 0.33
     tell_latents: bool = False
     max_places: int = 5_000
@@ -104,7 +131,8 @@ class Policy:
     sums_again: int = 3
     peers: tuple[str, ...] = ()
     max_epsilon: float | None = None
-    max_delta: float = 1e-3
+    also_without_noise: bool = False
+    max_delta: float | None = None
     audit: str | None = None
 
     def __post_init__(self) -> None:
@@ -116,11 +144,21 @@ class Policy:
             elif isinstance(f.default, tuple):
                 if isinstance(value, str) or not all(isinstance(v, str) for v in value):
                     raise ValueError(f"{name} must be a sequence of names, got {value!r}.")
-            elif (value is None and f.default is None) or name == "audit":
+            elif value is None and f.default is None:
                 continue
+            elif name in ("audit", "person", "approve"):
+                if not isinstance(value, str):
+                    raise ValueError(f"{name} must be a text, got {value!r}.")
             elif not is_number(value) or value < 0:
                 raise ValueError(f"{name} must be a number of at least 0, got {value!r}.")
-        if not self.max_delta < 1:
+        one_of("approve", self.approve, "all", "ask")
+        for name in self.requesters:
+            if not re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", name):
+                raise ValueError(
+                    f"requesters has {name!r}, and a fingerprint is 'SHA256:' with 43 letters and "
+                    "digits, as numpyro-fed key prints it."
+                )
+        if self.max_delta is not None and not self.max_delta < 1:
             raise ValueError(f"max_delta must be below 1, got {self.max_delta!r}.")
         if self.in_order and not self.exchanges:
             raise ValueError("in_order needs exchanges=, a list of names in their order.")
@@ -148,6 +186,12 @@ class Policy:
         ours = [f for f in fields(self) if f.name in of_life]
         return [f.name for f in ours if getattr(self, f.name) != f.default]
 
+    def delta(self, num_rows: int) -> float:
+        """Return the delta of all runs together, for a silo of so many rows."""
+        if self.max_delta is not None:
+            return self.max_delta
+        return min(MAX_DELTA, 0.1 / max(num_rows, 1))
+
     @property
     def epsilon(self) -> float:
         """Return the budget of differential privacy of all runs with noise."""
@@ -155,12 +199,12 @@ class Policy:
 
     def check_noise(self, multiplier: float, what: str) -> None:
         """Raise an error for what is told without noise, where there is a budget of privacy."""
-        if self.max_epsilon is not None and not multiplier:
+        if self.max_epsilon is not None and not multiplier and not self.also_without_noise:
             raise ModelError(
                 f"this silo's policy allows an epsilon of {self.max_epsilon:g} (max_epsilon), and "
                 f"{what} without noise, which spends an infinite one. Ask by nf.fit(..., "
-                "privacy=nf.Privacy(epsilon, delta)); or its owner leaves max_epsilon out of the "
-                "policy."
+                "privacy=nf.Privacy(epsilon, delta)); or its owner allows it beside the budget "
+                "(also_without_noise = true)."
             )
 
     def check_sums(self, secure: bool) -> None:
@@ -184,6 +228,24 @@ class Policy:
                 f"the model has {size.num_parameters} globals and shared parameters, more than "
                 f"this silo's policy allows for its rows ({self.parameters_per_row:g} for each, "
                 "parameters_per_row)."
+            )
+
+    def check_columns(self, names: Sequence[str]) -> None:
+        """Raise an error for a text or a question that reads a column it may not."""
+        allowed = {*self.columns, *(name.partition(".")[0] for name in self.columns)}
+        strange = [n for n in names if n not in allowed and n.rpartition(".")[2] not in allowed]
+        if self.columns and strange:
+            raise ModelError(
+                f"'{strange[0]:.100}' is not among the columns that this silo's policy lets a text "
+                "read (columns). Its owner may add it."
+            )
+
+    def check_persons(self, number: int) -> None:
+        """Raise an error for too few persons."""
+        if number < self.min_persons:
+            raise ModelError(
+                f"this silo has fewer persons than its policy asks for ({self.min_persons}, "
+                "min_persons)."
             )
 
     def check_levels(self, num_rows: int, min_count: int) -> None:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,21 +30,25 @@ from numpyro_fed.basics.programs import is_double, precision
 from numpyro_fed.data.scaling import numbers_of
 from numpyro_fed.data.tables import OTHER, level_counts
 from numpyro_fed.fitting.load import METHODS
-from numpyro_fed.methods.columns import COLUMNS, moments_reply, names_reply
+from numpyro_fed.methods.columns import COLUMNS, description_reply, moments_reply, names_reply
 from numpyro_fed.methods.method import FederatedMethod, rebuilt
 from numpyro_fed.methods.row_method import RowMethod
+from numpyro_fed.network.audit import AuditLog
 from numpyro_fed.network.engines import MAX_BYTES
 from numpyro_fed.network.ledger import Ledger, evaluations
 from numpyro_fed.network.policy import Policy
+from numpyro_fed.network.requesters import Requesters, StaleError
 from numpyro_fed.network.silo_runs import SiloRuns
 from numpyro_fed.network.silo_sums import SecureSums, asked_of_all
 from numpyro_fed.privacy.budget import PrivacyWarning
 from numpyro_fed.privacy.masks import fingerprint
+from numpyro_fed.rounds.envelopes import Envelope
 from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.messages import (
     ACCEPT,
     BEGINNINGS,
     DESCRIBE,
+    DESCRIBE_COLUMNS,
     GO_ON,
     LEVELS,
     OF_DATA,
@@ -55,7 +60,7 @@ from numpyro_fed.rounds.messages import (
 from numpyro_fed.rounds.names import AVERAGE, CALIBRATION, LOO, OUTER_LATENTS
 from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, SUM, Terms, check_summed
 from numpyro_fed.text.fingerprint import source_hash
-from numpyro_fed.text.plan import describe
+from numpyro_fed.text.plan import Facts, describe
 from numpyro_fed.vertical.method import VerticalMethod
 from numpyro_fed.vertical.soul import SOUL
 from numpyro_fed.vertical.vfl import VFL
@@ -98,6 +103,9 @@ class Silo:
     allow_unhidden : bool
         Whether to answer an exchange that sends, without noise, numbers that the method hides by
         noise: the importance correction of a vertical model with ``rho``, which takes predictors.
+    study : str
+        The hash of the study's files, as ``numpyro-fed silo`` prints it: requests for another one
+        are refused. Empty for silos of one process.
 
     Examples
     --------
@@ -114,6 +122,7 @@ class Silo:
         secret: Array | str | None = "auto",
         row_ids: Sequence[int] | Sequence[str] | np.ndarray | None = None,
         allow_unhidden: bool = False,
+        study: str = "",
     ):
         if isinstance(secret, str) and secret != "auto":
             raise ValueError(f"secret={secret!r}: expected a jax.random.key, 'auto' or None.")
@@ -124,9 +133,12 @@ class Silo:
         self._allow_unhidden = allow_unhidden
         self._state = None if state is None else Path(state)
         self._store = Store(self._state)
+        self._num_rows = num_rows_of(data)
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
-        self._ledger = Ledger(self._policy, self._store)
+        self._ledger = Ledger(self._policy, self._store, self._num_rows)
         self._use: FolderLock | None = None
+        audit = self._policy.audit
+        self._audit = None if audit is None else AuditLog(audit, self._store)
         if state is None and (limits := self._policy.limits):
             warnings.warn(
                 f"the policy limits what this silo answers in all its life ({', '.join(limits)}), "
@@ -135,6 +147,7 @@ class Silo:
                 stacklevel=2,
             )
         self._sums = SecureSums(self._policy, self._store)
+        self._requesters = Requesters(self._policy, self._store, self._sums, study)
         # One message at a time: a silo's state has one next state.
         self._lock = threading.Lock()
 
@@ -165,26 +178,44 @@ class Silo:
         if self._use is None:
             self._use = FolderLock(self._state)
             # What another process has counted until now.
-            self._ledger = Ledger(self._policy, self._store)
+            self._ledger = Ledger(self._policy, self._store, self._num_rows)
         self._use.check()
 
     def answer(self, message: bytes) -> bytes:
-        """Return the reply to a message; a refusal is a reply with its reason in words."""
+        """Return the reply to a message; a refusal is a reply with its reason in words.
+
+        The reply to a signed request is encrypted to the requester, a refusal as well. Who is a
+        stranger gets a refusal in plain words.
+        """
         with self._lock:
             entry: dict[str, Any] = {}
+            envelope, request = None, message
             try:
                 self.hold()
-                reply = self._answer(message, entry)
+                if len(request) > MAX_BYTES:
+                    raise DataError(
+                        f"a message has {len(request)} bytes, where {MAX_BYTES} are allowed."
+                    )
+                message, envelope = self._requesters.message_of(request, entry)
+                reply = self._answer(message, entry, envelope)
             except Exception as error:
                 reply = _refusal(error)
             digests = {"message": sha256(message).hexdigest(), "reply": sha256(reply).hexdigest()}
             head, arrays = read(reply)
             sent = {name: list(a.shape) for name, a in arrays.items()}
+            told = {"refused": "error" in head, "why": head.get("words", "")}
             try:
-                self._ledger.log({**entry, "sent": sent, "refused": "error" in head, **digests})
-            except DataError as error:  # what the audit log does not have is not told
-                return refusal(error)
-            return reply
+                if self._audit is not None:
+                    self._audit.add(
+                        {**entry, "sent": sent, **told, **digests, "left": self._ledger.left}
+                    )
+            except OSError as error:  # what the audit log does not have is not told
+                LOG.error("the audit log cannot be written", exc_info=error)
+                words = "the silo's audit log cannot be written, so that the silo refuses."
+                reply = refusal(DataError(words))
+            if envelope is None:
+                return reply
+            return self._requesters.key.reply(reply, envelope, message)
 
     def predict(
         self, key: Array, draws: bytes, new: Mapping[str, Any] | None = None, *, mean: bool = False
@@ -286,10 +317,8 @@ class Silo:
             )
         return sampled.values
 
-    def _answer(self, message: bytes, entry: dict[str, Any]) -> bytes:
+    def _answer(self, message: bytes, entry: dict[str, Any], envelope: Envelope | None) -> bytes:
         """Return the reply; ``entry`` gets what the audit log is to say of the message."""
-        if len(message) > MAX_BYTES:
-            raise DataError(f"a message has {len(message)} bytes, where {MAX_BYTES} are allowed.")
         question = Question.of(read(message).head)
         # Texts of a stranger: no more of them than a name is long.
         entry |= {"exchange": question.exchange[:100], "run": question.run[:32]}
@@ -297,6 +326,13 @@ class Silo:
         if question.exchange == DESCRIBE:
             agreed = self._known(question.method)
             agreed = agreed or self._agreement(question.method, question.settings)
+            entry["method"] = what = what_is_asked(_json(question.settings))
+            facts = Facts.from_json(agreed.facts)
+            self._policy.check_columns(
+                [a.name for a in facts.arguments] + [c for _, names in facts.columns for c in names]
+            )
+            self._policy.check_persons(self._num_persons)
+            self._requesters.check_study(envelope, what, self._cost(facts))
             if agreed.settings != question.settings:
                 raise ModelError("another method was described under this id before. Begin again.")
             self._keep(question.method, agreed)
@@ -316,10 +352,30 @@ class Silo:
         if question.exchange in OF_DATA:
             self._policy.check_sums(False)
             self._policy.check_noise(0.0, f"'{question.exchange}' would be told")
+            self._policy.check_persons(self._num_persons)
+            told = "counts, means and spreads of columns, none of few rows"
+            self._requesters.check_study(envelope, question.exchange, told)
             with self._ledger.spending_evaluations(question.exchange, {}):
                 return self._reply_of_data(question.exchange, _json(question.settings))
         with self._runs_of(question.method) as runs:
             return self._reply_of_run(runs, question, message)
+
+    @cached_property
+    def _num_persons(self) -> int:
+        """Return how many persons the silo's rows belong to."""
+        if (column := self._policy.person) is None:
+            return self._num_rows
+        return len(level_counts(self._data, [column])[column])
+
+    def _cost(self, facts: Facts) -> str:
+        """Return in words what may leave this silo in a method with these facts."""
+        k = sum(s.stop - s.start for s in facts.sites if s.kind == "latent" and s.plate is None)
+        left = self._ledger.left
+        return (
+            f"gradients of {k} numbers and tables of {k} x {k} at up to {left['places']:,.0f} "
+            f"places, log likelihoods at up to {left['draws']:,.0f} draws: each a sum over this "
+            f"silo's {self._num_rows:,} rows"
+        )
 
     def _reply_of_run(self, runs: SiloRuns, question: Question, message: bytes) -> bytes:
         """Return the reply to a message of a run."""
@@ -371,7 +427,7 @@ class Silo:
         return self._sums.masked(terms, question, message, reply, exchange, asked)
 
     def _reply_of_data(self, exchange: str, asked: Mapping[str, Any]) -> bytes:
-        """Return the names of the data's levels, or the moments of its columns."""
+        """Return the names of the data's levels, or moments or descriptions of its columns."""
         columns, arguments = asked.get(COLUMNS), asked.get("arguments")
         min_count, other = asked.get("min_count", 1), str(asked.get("other", OTHER))
         named = all(
@@ -380,7 +436,11 @@ class Silo:
         )
         if not named or type(min_count) is not int or (exchange == LEVELS and columns is None):
             raise DataError("a question about data names columns. Is it of another version?")
+        self._policy.check_columns(columns or arguments or ())
         try:
+            if exchange == DESCRIBE_COLUMNS:
+                fewest = max(min_count, self._policy.min_count, self._policy.min_rows)
+                return description_reply(self._data, columns, fewest)
             if columns is not None and exchange == LEVELS:
                 counts = level_counts(self._data, columns)
                 num_rows = min((found.total() for found in counts.values()), default=0)
@@ -516,6 +576,8 @@ def _refusal(error: Exception) -> bytes:
     """Return the reply that refuses, in words that tell nothing of this machine."""
     if isinstance(error, MissingExtraError):
         return refusal(ModelError(str(error)))
+    if isinstance(error, StaleError):
+        return refusal(error)
     cause: BaseException | None = error
     while not (cause is None or isinstance(cause, OSError)):
         cause = cause.__cause__
@@ -527,6 +589,19 @@ def _refusal(error: Exception) -> bytes:
     if isinstance(error, SavedStateError):
         words = "this silo cannot use its folder: another process or object may use it. Its log"
     return refusal(ModelError(f"{words} has the rest."))
+
+
+def num_rows_of(data: object) -> int:
+    """Return the number of rows of a silo's data: the length of its longest array."""
+    values: Any = data.values() if isinstance(data, Mapping) else [data]
+    lengths = [len(v) for v in values if hasattr(v, "__len__") and not isinstance(v, str)]
+    return max(lengths, default=0)
+
+
+def what_is_asked(described: Mapping[str, Any]) -> str:
+    """Return in words the method and the model of a server's description."""
+    name = described.get("named", described.get("method", "facts"))
+    return f"{name!s:.50} of {described.get('model')!s:.50}"
 
 
 def _json(text: str) -> dict[str, Any]:

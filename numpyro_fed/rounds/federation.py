@@ -21,6 +21,7 @@ from numpyro_fed.basics.errors import (
     ConvergenceWarning,
     DataError,
     ModelError,
+    ReplyError,
     SavedStateError,
     SiloAwayError,
     positive_int,
@@ -29,6 +30,7 @@ from numpyro_fed.basics.errors import (
 from numpyro_fed.basics.files import FolderLock, Store, log_privately
 from numpyro_fed.basics.programs import is_double
 from numpyro_fed.data.silo_data import checked_names
+from numpyro_fed.rounds.envelopes import PrivateKey, is_sealed
 from numpyro_fed.rounds.messages import (
     ACCEPT,
     DESCRIBE,
@@ -47,7 +49,9 @@ FIRST_WAIT, LONGEST_WAIT = 0.05, 5.0
 # Silos that are asked at once; each takes a thread, which waits for bytes.
 MAX_AT_ONCE = 64
 LOG = "log.jsonl"
-SESSION, REPLIES = "session", "replies"  # what a journal keeps
+# What a journal keeps.
+SESSION, REPLIES, SILO_KEYS = "session", "replies", "silo keys"
+STALE = "StaleError"  # the name of the refusal of a message that came after a later one
 Cached = TypeVar("Cached")
 
 
@@ -105,6 +109,13 @@ class Federation:
         :func:`numpyro_fed.Result.silos`, ``leave_out``, PVI one silo after the other. At silos it
         needs the extra ``privacy``. A silo's owner asks for it by ``Policy(secure_sum=True)``.
 
+    key : PrivateKey, optional
+        The key of who asks (:class:`numpyro_fed.network.PrivateKey`). With it each message is
+        signed, and replies are encrypted to it. Silos whose policy has ``requesters`` answer no
+        others. ``numpyro-fed run`` takes that of ``numpyro-fed key``.
+    study : str
+        The hash of the study's files, which silos compare with that of theirs.
+
     Raises
     ------
     SiloAwayError
@@ -143,6 +154,8 @@ class Federation:
         at_once: int = MAX_AT_ONCE,
         secure_sum: bool = False,
         silo_names: Sequence[str] = (),
+        key: PrivateKey | None = None,
+        study: str = "",
     ):
         positive_int("at_once", at_once)
         positive_number("patience", patience)
@@ -155,8 +168,11 @@ class Federation:
         self.silo_names = _names_for(self.num_silos, silo_names)
         self._journal = journal = None if state is None else Journal(Path(state), self.num_silos)
         self._log = Path(state) / LOG if log is None and state is not None else log
-        self._log_lock = threading.Lock()
+        self._log_lock, self._key, self._study = threading.Lock(), key, study
+        self._last_count, self._silo_keys = 0, dict[int, str]()
         self._session = secrets.token_bytes(12) if journal is None else journal.session
+        if journal is not None:
+            self._silo_keys |= journal.silo_keys
         self._num_sums = self._num_parts = self._num_runs = 0
         self._cached = dict[Hashable, Any]()
         self._at_once = min(self.num_silos, at_once)
@@ -188,6 +204,8 @@ class Federation:
             at_once=self._most_at_once,
             secure_sum=self.secure_sum,
             silo_names=[self.silo_names[j] for j in numbers] if self.silo_names else (),
+            key=self._key,
+            study=self._study,
         )
 
     def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
@@ -287,7 +305,7 @@ class Federation:
         began, wait, reply = time.monotonic(), FIRST_WAIT, None
         while reply is None:
             try:
-                reply = self._engine.send(silo, message, max(deadline - time.monotonic(), 0.001))
+                reply = self._sent(silo, message, max(deadline - time.monotonic(), 0.001), exchange)
             except OSError as error:
                 if time.monotonic() + wait >= deadline:
                     reply = error
@@ -308,6 +326,39 @@ class Federation:
                 line["away"] = repr(reply)
             with self._log_lock:
                 log_privately(self._log, line)
+        return reply
+
+    def _sent(self, silo: int, message: bytes, timeout: float, exchange: str) -> bytes:
+        """Return the reply to a message, which is signed and opened where there is a key."""
+        if self._key is None:
+            return self._engine.send(silo, message, timeout)
+        with self._log_lock:  # one number for each try
+            count = self._last_count = max(self._last_count + 1, time.time_ns())
+        session, to = self._session.hex(), self._silo_keys.get(silo, "")
+        request = self._key.request(message, self._study, session, count, to)
+        sealed = self._engine.send(silo, request, timeout)
+        try:
+            if not is_sealed(sealed):
+                head, _ = read(sealed)
+                if head.get("error") == STALE:
+                    raise ConnectionError("a message came after a later one; it is signed again")
+                if "error" not in head:
+                    raise DataError("a reply came that is not sealed")
+                return sealed
+            reply, public = self._key.opened(sealed, message)
+        except DataError as error:
+            raise ReplyError(f"is refused: {error}", silo=silo, exchange=exchange) from error
+        with self._log_lock:
+            known = self._silo_keys.setdefault(silo, public)
+            if not to and self._journal is not None:
+                self._journal.keep_silo_keys(self._silo_keys)
+        if public != known:
+            raise ReplyError(
+                "is refused: another silo answers in its place than before, by its key. If its "
+                "folder was lost, begin the study again with a new folder state=.",
+                silo=silo,
+                exchange=exchange,
+            )
         return reply
 
 
@@ -406,6 +457,7 @@ class Journal:
         self._folder, self._use, store = folder, FolderLock(folder), Store(folder)
         self.session = store.get(SESSION) or secrets.token_bytes(12)
         store.put({SESSION: self.session})
+        self._all = store
         self._store = store.room(REPLIES)
         # Of each silo the replies that the script has not asked for yet: their names.
         self._waiting: list[deque[str]] = [deque() for _ in range(num_silos)]
@@ -419,6 +471,16 @@ class Journal:
                 )
             self._waiting[silo].append(name)
         self._num_kept, self._refusals = len(names), list[tuple[int, bytes, bytes]]()
+
+    @property
+    def silo_keys(self) -> dict[int, str]:
+        """Return the public keys of the silos that have answered, by their number."""
+        kept = json.loads(self._all.get(SILO_KEYS) or b"{}")
+        return {int(silo): public for silo, public in kept.items()}
+
+    def keep_silo_keys(self, keys: Mapping[int, str]) -> None:
+        """Keep the public keys of silos."""
+        self._all.put({SILO_KEYS: json.dumps(dict(keys)).encode()})
 
     @property
     def next_silo(self) -> int | None:

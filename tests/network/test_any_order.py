@@ -125,7 +125,7 @@ class LedgerInAnyOrder(RuleBasedStateMachine):
         after = self.noise | {protects: self.noise.get(protects, 0.0) + multiplier**-2}
         # Of what protects different things each counts as one with half of its noise.
         total = sum(after.values()) * (4 if len(after) > 1 else 1)
-        rules = self.policy.max_delta
+        rules = self.policy.delta(0)
         allowed = delta <= rules and delta_of(self.policy.max_epsilon, total**0.5) <= rules
         spending = self.ledger.spending_privacy(multiplier, delta, protects)
         if self.is_counted(spending, allowed, end):

@@ -81,7 +81,7 @@ def test_a_silo_that_is_killed_is_started_again(study):
         def start(j):
             words = ("silo", "study.py", "--data", "hospital.py:silo", "--socket", sockets[j])
             environment = {**os.environ, "NUMPYRO_FED_SILO": str(j)}
-            options = ("--state", f"silo-{j}")
+            options = ("--state", f"silo-{j}", "--anyone")
             return subprocess.Popen(command(*words, *options), env=environment)
 
         processes = [start(j) for j in range(2)]
@@ -108,12 +108,13 @@ def test_a_silo_that_is_killed_is_started_again(study):
 def test_what_is_wrong_with_a_study_is_said(study, capsys):
     (study / "other.py").write_text("x = 1")
     (study / "policy.toml").write_text("min_row = 3")
-    silo = ["silo", "study.py", "--socket", "s", "--data"]
+    silo = ["silo", "study.py", "--socket", "s", "--anyone", "--data"]
     for words, told in (
         (["try", "other.py", "--silos", "1", "--data", "hospital.py:silo"], "no function main"),
         ([*silo, "hospital.py"], "expected file.py:function"),
         ([*silo, "hospital.py:silos"], "no function silos()"),
         ([*silo, "hospital.py:silo", "--policy", "policy.toml"], "unknown key 'min_row'"),
+        ([silo[0], *silo[1:4], "--data", "hospital.py:silo"], "nobody may ask this silo"),
     ):
         assert main(words) == 1
         assert told in capsys.readouterr().err

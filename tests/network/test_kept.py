@@ -213,6 +213,7 @@ def test_the_command_refuses_a_folder_that_another_process_uses(
     (tmp_path / "hospital.py").write_text("def silo():\n    return dict(y=[1.0])\n")
     (tmp_path / "nf.sock").touch()
     words = ["silo", "study.py", "--data", "hospital.py:silo", "--socket", "nf.sock"]
+    words.append("--anyone")
     assert main([*words, "--state", "state"]) == 1
     assert "another process uses it" in capsys.readouterr().err
     assert (tmp_path / "nf.sock").exists()  # that of the other process
