@@ -23,6 +23,7 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.basics.programs import cache_programs
 from numpyro_fed.basics.threads import make_pool_large_enough
+from numpyro_fed.data.descriptions import SiloDescriptions
 from numpyro_fed.data.scaling import Scaling
 from numpyro_fed.data.tables import Levels, level_names
 from numpyro_fed.dp_newton.method import DPNewton, PrivateResult
@@ -30,7 +31,7 @@ from numpyro_fed.fitting.fit import find_mode, fit
 from numpyro_fed.fitting.load import Saved, load
 from numpyro_fed.formulas.formula import formula
 from numpyro_fed.guides.objectives import ELBO, LocallyEnhanced, Quadrature
-from numpyro_fed.methods.columns import levels, moments
+from numpyro_fed.methods.columns import describe_silos, levels, moments
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import Silo
 from numpyro_fed.numerics import barycenters, divergences, expfam, losses
@@ -135,6 +136,7 @@ __all__ = [
     "SigmaPrior",
     "Silo",
     "SiloAwayError",
+    "SiloDescriptions",
     "SilosError",
     "Spent",
     "StartWarning",
@@ -150,6 +152,7 @@ __all__ = [
     "compare",
     "compare_models",
     "describe",
+    "describe_silos",
     "divergences",
     "expfam",
     "fields",

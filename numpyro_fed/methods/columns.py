@@ -1,4 +1,4 @@
-"""Levels and moments over silos, asked before there is a model: both ends of the questions.
+"""Descriptions, levels and moments, asked before there is a model: both ends of the questions.
 
 They come before facts and plan. A silo's reply is a function of its data and of the names of
 columns alone.
@@ -8,19 +8,91 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from numpyro_fed.basics.errors import DataError, ReplyError, positive_int
+from numpyro_fed.data.descriptions import (
+    ColumnAtSilo,
+    SiloDescriptions,
+    argument_of,
+    describe_columns,
+)
 from numpyro_fed.data.scaling import Numbers, Scaling, moments_of, united
 from numpyro_fed.data.silo_data import label, listed, names_of
 from numpyro_fed.data.tables import MIN_COUNT, OTHER, Levels, SiloInput, level_names, listed_names
 from numpyro_fed.rounds.federation import Federation
-from numpyro_fed.rounds.messages import LEVELS, MOMENTS, read, write
+from numpyro_fed.rounds.messages import DESCRIBE_COLUMNS, LEVELS, MOMENTS, read, write
 
 HELD = "the data of each silo, or a Federation"
 NAMES, COLUMNS, REST = "names", "columns", "other"  # texts in the head of a reply
+
+
+def describe_silos(
+    silos: Sequence[Any] | Mapping[str, Any] | Federation,
+    columns: Sequence[str] | None = None,
+    *,
+    min_count: int = 10,
+) -> SiloDescriptions:
+    """Return what each silo's columns look like, roughly, and what does not go together.
+
+    Parameters
+    ----------
+    silos : list of dict or DataFrame, dict of these, or Federation
+        What each silo holds, or silos in other processes.
+    columns : sequence of str, optional
+        Arguments, columns of DataFrames, or ``"x.city"`` for a column of the argument ``x``. By
+        default all that any silo has.
+    min_count : int
+        The least number of rows of whatever is told: of a level, and on either side of a quantile.
+        It is rounded up to 1, 2, 5, 10, 20, 50 and so on, and so are a silo's own limits.
+
+    Returns
+    -------
+    SiloDescriptions
+        It prints as a table. ``alarms`` are sentences on what should be mended before a fit.
+
+    Raises
+    ------
+    DataError
+        For a column that no silo has.
+    RefusedError
+        If the policy of a silo does not allow the question.
+
+    Notes
+    -----
+    It is one exchange, ``"describe columns"``, which needs no model. Where the policy of a silo
+    has a larger ``min_count`` or ``min_rows``, it holds there. No count crosses: numbers of rows,
+    shares and quantiles are rounded.
+
+    Examples
+    --------
+    >>> import numpy as np, numpyro_fed as nf
+    >>> kg = np.linspace(50, 90, 41)
+    >>> print(nf.describe_silos(dict(Bern=dict(weight=kg), Basel=dict(weight=2.2 * kg))))
+    column  Bern (about 40 rows)  Basel (about 40 rows)
+    weight  70 (60 to 80)         150 (130 to 180)
+    <BLANKLINE>
+    'weight': the median is 150 at Basel and 70 at others: pounds and kilograms (ratio 2.14)?
+    """
+    positive_int("min_count", min_count)
+    asked = None if columns is None else list(listed_names("columns", columns))
+    if isinstance(silos, Federation):
+        settings = json.dumps({COLUMNS: asked, "min_count": min_count})
+        replies = enumerate(silos.ask_of_data(DESCRIBE_COLUMNS, settings))
+        found = [_read_description(j, reply) for j, reply in replies]
+        names = silos.silo_names
+    else:
+        found = [describe_columns(silo, asked, min_count) for silo in listed(silos, HELD)]
+        names = names_of(silos)
+    described = list(dict.fromkeys(name for one in found for name in one))
+    known = {*described, *map(argument_of, described)}
+    if lacking := [c for c in asked or () if c not in known]:
+        raise DataError(f"no silo has the column {lacking}.")
+    who = names if names else tuple(f"silo {j}" for j in range(len(found)))
+    return SiloDescriptions(who, {c: tuple(one.get(c) for one in found) for c in described})
 
 
 def levels(
@@ -173,6 +245,30 @@ def moments_reply(silo: SiloInput, arguments: Sequence[str] | None) -> bytes:
     kinds = {"mean": part.mean, "sd": part.sd, "count": part.count}
     arrays = {f"{kind}/{name}": a for kind, found in kinds.items() for name, a in found.items()}
     return write(arrays, {COLUMNS: json.dumps(part.columns, sort_keys=True)})
+
+
+def description_reply(
+    silo: SiloInput, columns: Sequence[str] | None, min_count: float, allowed: Sequence[str] = ()
+) -> bytes:
+    """Return a silo's reply to the question what its columns look like, of those allowed if any."""
+    cells = describe_columns(silo, columns, min_count)
+    told = {
+        name: asdict(cell)
+        for name, cell in cells.items()
+        # By its whole name, that of its argument, or its own in a DataFrame.
+        if not allowed or {name, argument_of(name), name.rpartition(".")[2]} & set(allowed)
+    }
+    return write({}, {COLUMNS: json.dumps(told)})
+
+
+def _read_description(silo: int, reply: bytes) -> dict[str, ColumnAtSilo]:
+    """Return the columns in a silo's reply, once they are described as columns are."""
+    try:
+        found = json.loads(read(reply).head[COLUMNS])
+        return {name: ColumnAtSilo.read(cell) for name, cell in found.items()}
+    except (AttributeError, DataError, LookupError, TypeError, ValueError) as error:
+        words = "has no descriptions of columns. Is it of another version?"
+        raise ReplyError(words, silo=silo, exchange=DESCRIBE_COLUMNS) from error
 
 
 def _read_names(

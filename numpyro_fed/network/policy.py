@@ -43,8 +43,8 @@ class Policy:
     methods : tuple of str
         The names of methods that may be run, ``"PVI"``, or names of the study. Empty: all.
     exchanges : tuple of str
-        The names of exchanges that are answered, ``"levels"`` and ``"moments"`` among them. Empty:
-        these two, and all of the methods.
+        The names of exchanges that are answered, ``"levels"``, ``"moments"`` and ``"describe
+        columns"`` among them. Empty: these three, and all of the methods.
     in_order : bool
         Whether exchanges must come in the order of ``exchanges``: once one is answered, those
         before it are not answered any more, in all the silo's life. With ``exchanges=("own modes",
@@ -55,7 +55,7 @@ class Policy:
     min_rows : int
         The least number of rows that this silo has; and of a column whose mean and sd are told, the
         least number of rows that have a number, or another number than nearly all rows; for
-        ``loo``, of rows with an outcome.
+        ``loo``, of rows with an outcome; for ``describe_silos``, of rows that anything tells of.
     min_count : int
         The least number of rows of a level whose name is told (:func:`numpyro_fed.levels`), of a
         group in an average, and of a bin in a calibration. A question for rarer ones is refused.

@@ -440,7 +440,7 @@ class Silo:
         try:
             if exchange == DESCRIBE_COLUMNS:
                 fewest = max(min_count, self._policy.min_count, self._policy.min_rows)
-                return description_reply(self._data, columns, fewest)
+                return description_reply(self._data, columns, fewest, self._policy.columns)
             if columns is not None and exchange == LEVELS:
                 counts = level_counts(self._data, columns)
                 num_rows = min((found.total() for found in counts.values()), default=0)
