@@ -23,6 +23,7 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.basics.programs import cache_programs
 from numpyro_fed.basics.threads import make_pool_large_enough
+from numpyro_fed.basics.version import VERSION
 from numpyro_fed.data.descriptions import SiloDescriptions
 from numpyro_fed.data.scaling import Scaling
 from numpyro_fed.data.tables import Levels, level_names
@@ -77,7 +78,7 @@ from numpyro_fed.vertical.vfl import VFL
 make_pool_large_enough()
 
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "BCM",

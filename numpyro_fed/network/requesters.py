@@ -119,11 +119,16 @@ class Requesters:
         """Note what a study asks for; raise an error unless its owner has approved the study."""
         if self.policy.approve != "ask":
             return
-        asks = Study(envelope.fingerprint if envelope else "", self.study)
-        known = study_of(self.store, asks.id) or replace(asks, asked=time.time())
+        known = self._known(envelope)
         if (costs := {**known.costs, what: cost}) != known.costs:
-            known = replace(known, costs=costs)
-            keep_study(self.store, known)
+            keep_study(self.store, replace(known, costs=costs))
+        self.check_approved(envelope)
+
+    def check_approved(self, envelope: Envelope | None) -> None:
+        """Raise an error unless the owner has approved the study, and its time is not over."""
+        if self.policy.approve != "ask":
+            return
+        known = self._known(envelope)
         if known.state == REFUSED:
             raise ModelError(f"the owner of this silo has refused this study ({known.id}).")
         if known.state != APPROVED or time.time() > known.until:
@@ -131,6 +136,11 @@ class Requesters:
                 f"this study waits for the silo's owner, who may approve it: 'numpyro-fed approve "
                 f"{known.id}' at the site. Then run the same script again."
             )
+
+    def _known(self, envelope: Envelope | None) -> Study:
+        """Return what is known of the study that asks."""
+        asks = Study(envelope.fingerprint if envelope else "", self.study, asked=time.time())
+        return study_of(self.store, asks.id) or asks
 
 
 def studies(store: Store) -> list[Study]:

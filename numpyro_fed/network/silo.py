@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import warnings
 from collections import OrderedDict
@@ -27,6 +28,7 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.basics.files import FolderLock, Store, read_record
 from numpyro_fed.basics.programs import is_double, precision
+from numpyro_fed.basics.version import VERSION
 from numpyro_fed.data.scaling import numbers_of
 from numpyro_fed.data.tables import OTHER, level_counts
 from numpyro_fed.fitting.load import METHODS
@@ -47,6 +49,7 @@ from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.messages import (
     ACCEPT,
     BEGINNINGS,
+    CROSSING,
     DESCRIBE,
     DESCRIBE_COLUMNS,
     GO_ON,
@@ -72,6 +75,8 @@ MAX_METHODS = 32
 AGREED, RUNS = "methods", "runs of "
 KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 LOG = logging.getLogger("numpyro_fed.silo")
+# What an error says of this silo's data alone: exact counts, and its own number here.
+COUNTS, HERE = re.compile(r"\b\d[\d,]* of \d[\d,]*(?= values| rows)"), re.compile(r"\bsilo 0\b")
 
 
 class Silo:
@@ -337,6 +342,8 @@ class Silo:
                 raise ModelError("another method was described under this id before. Begin again.")
             self._keep(question.method, agreed)
             return write({}, {"facts": agreed.facts})
+        if question.exchange not in OF_DATA:
+            self._requesters.check_approved(envelope)
         if question.exchange == ACCEPT:
             agreed = self._get(question.method)
             if agreed.plan not in ("", question.settings):
@@ -358,6 +365,7 @@ class Silo:
             with self._ledger.spending_evaluations(question.exchange, {}):
                 return self._reply_of_data(question.exchange, _json(question.settings))
         with self._runs_of(question.method) as runs:
+            entry["method"] = what_is_asked(_json(self._agreed[question.method].settings))
             return self._reply_of_run(runs, question, message)
 
     @cached_property
@@ -446,7 +454,9 @@ class Silo:
                 num_rows = min((found.total() for found in counts.values()), default=0)
                 self._policy.check_levels(num_rows, min_count)
                 return names_reply(self._data, columns, min_count, other)
-            for name, rows in numbers_of("the silo", self._data, arguments).items():
+            numbers = numbers_of("the silo", self._data, arguments)
+            self._policy.check_columns([*numbers])
+            for name, rows in numbers.items():
                 self._policy.check_numbers(name, rows)
             return moments_reply(self._data, arguments)
         except DataError as error:
@@ -493,6 +503,11 @@ class Silo:
         double, secure = bool(described.get("double")), bool(described.get(SECURE))
         store = None if self._state is None else self._store.room(RUNS + method)
         with precision(double=double):
+            if (version := described.get("version", VERSION)) != VERSION:
+                raise ModelError(
+                    f"numpyro_fed {version!s:.20} asks, and this silo has {VERSION}: install the "
+                    "same version everywhere, since messages change between versions."
+                )
             if is_double() != double:
                 raise ModelError(
                     "the server computes in single precision and this silo in double. Start the "
@@ -582,7 +597,11 @@ def _refusal(error: Exception) -> bytes:
     while not (cause is None or isinstance(cause, OSError)):
         cause = cause.__cause__
     if cause is None and isinstance(error, ModelError | DataError | GuideError):
-        return refusal(error)
+        # Words for this process count its rows, and call it the first of its one silo.
+        words = HERE.sub("this silo", COUNTS.sub("some of the", str(error)))
+        if words != str(error):
+            LOG.warning("refused: %s", error)
+        return refusal(type(error)(words)) if type(error) in CROSSING.values() else refusal(error)
     # What other errors say may hold data, or a path and in it a user's name: it stays here.
     LOG.error("a message could not be answered", exc_info=error)
     words = f"{type(cause or error).__name__} at the silo, whose log"

@@ -167,8 +167,9 @@ class Spent(NamedTuple):
         other = "one more or less" if b.neighbours == "add" else "one replaced by another"
         parts = ", ".join(f"{name} {epsilon:.3g}" for name, epsilon in self.exchanges)
         return (
-            f"epsilon {b.epsilon:g} at delta {b.delta:g} holds; all that was sent has the noise of "
-            f"{self.epsilon:.4g} ({parts}; alone). Neighbouring data have a {b.unit} {other}. "
+            f"The budget that was spent, and that counts: epsilon {b.epsilon:g} at delta "
+            f"{b.delta:g}. Neighbouring data have a {b.unit} {other}. All that was sent has the "
+            f"noise of epsilon {self.epsilon:.4g}, which is not above the budget ({parts}; alone). "
             f"{sees} Not covered: the number of {b.unit}s, the model and the silos' facts."
         )
 

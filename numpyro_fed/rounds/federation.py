@@ -29,6 +29,7 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.basics.files import FolderLock, Store, log_privately
 from numpyro_fed.basics.programs import is_double
+from numpyro_fed.basics.version import VERSION
 from numpyro_fed.data.silo_data import checked_names
 from numpyro_fed.rounds.envelopes import PrivateKey, is_sealed
 from numpyro_fed.rounds.messages import (
@@ -225,7 +226,8 @@ class Federation:
         ``method`` is what silos need to build the same: ``{"model": "model"}`` alone, or with a
         method's name and settings.
         """
-        asked = {**method, "double": is_double()} | ({SECURE: True} if self.secure_sum else {})
+        asked = {**method, "double": is_double(), "version": VERSION}
+        asked |= {SECURE: True} if self.secure_sum else {}
         settings = json.dumps(asked, sort_keys=True)
         if ("facts", settings) not in self._cached:
             id_ = f"{self._session.hex()}-{len(self._cached)}"

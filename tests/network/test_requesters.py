@@ -16,7 +16,7 @@ from numpyro_fed.network import Folder, InMemory, PrivateKey
 from numpyro_fed.network.audit import check_audit
 from numpyro_fed.network.cli import main
 from numpyro_fed.network.owner import answer_files, words_of
-from numpyro_fed.network.requesters import studies
+from numpyro_fed.network.requesters import APPROVED, REFUSED, Study, keep_study, studies
 from numpyro_fed.rounds.envelopes import ENVELOPE, SIGNATURE, signed_message
 from numpyro_fed.rounds.messages import read, write
 
@@ -217,12 +217,28 @@ def test_a_study_waits_for_its_owner(tmp_path, capsys):
     assert main(["approve", "0" * 12, "--until", "2999-12-31", *words]) == 1
 
 
+def test_a_study_ends_when_its_owner_says_so(tmp_path, asked):
+    """Also in the middle of a run, whose plan was accepted before."""
+    rules = dict(state=tmp_path / "state", approve="ask", study="here")
+    here = silo(**rules)
+    study = Study(ANALYST.fingerprint, "here", APPROVED, time.time() + 60)
+    keep_study(here._store, study)
+    there = federation([here, silo(DATA[1])], study="here")
+    assert run(there) == asked[2]
+    keep_study(here._store, replace(study, state=REFUSED))
+    with pytest.raises(ModelError, match="has refused"):
+        nf.PVI(level, start=None).run(KEY, 1, there, progress_bar=False)
+
+
 def test_a_text_reads_no_other_columns_and_few_persons_are_not_told():
     of_y = dict(y=np.arange(9.0), patient=[1, 1, 1, 2, 2, 2, 3, 3, 3])
     there = federation([silo(of_y, columns=("y",))])
     assert nf.moments(there, ["y"]).mean["y"] == 4
     with pytest.raises(ModelError, match="'patient' is not among the columns"):
         nf.levels(there, ["patient"])
+    there = federation([silo(of_y | dict(age=np.arange(9.0)), columns=("y",))])
+    with pytest.raises(ModelError, match="'age' is not among the columns"):
+        nf.moments(there)
     for number in (3, 4):
         there = federation([silo(of_y, person="patient", min_persons=number)])
         if number == 3:
@@ -313,3 +329,19 @@ def test_rounds_by_files_are_those_of_one_process(tmp_path, asked):
 def test_a_folder_without_silos_is_refused(tmp_path):
     with pytest.raises(DataError, match="no folder of a silo"):
         Folder(tmp_path)
+
+
+# --- what a refusal tells --------------------------------------------------------------------
+
+
+def test_a_refusal_counts_no_rows_and_calls_the_silo_by_its_place():
+    wrong = dict(y=np.array([np.inf, *range(8)]))
+    there = federation([silo(), silo(wrong)])
+    with pytest.raises(DataError, match="silo 1 refuses 'describe': this silo, 'y': some of the"):
+        there.describe({"model": "level"})
+
+
+def test_another_version_is_refused(monkeypatch):
+    monkeypatch.setattr("numpyro_fed.rounds.federation.VERSION", "99.0")
+    with pytest.raises(ModelError, match=r"numpyro_fed 99\.0 asks, and this silo has "):
+        federation([silo()]).describe({"model": "level"})

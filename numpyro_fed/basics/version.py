@@ -1,0 +1,3 @@
+"""The version of this package, which all parties must have alike."""
+
+VERSION = "0.1.0"
