@@ -30,8 +30,8 @@ from record import table_row, write
 
 import numpyro_fed as nf
 from numpyro_fed.network import Flare
-from numpyro_fed.network.cli import load_file
 from numpyro_fed.network.engines import short_folder
+from numpyro_fed.network.study_files import load_file
 from numpyro_fed.rounds.federation import FIRST_WAIT, LONGEST_WAIT
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "six_cities.py"

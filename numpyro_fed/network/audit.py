@@ -57,6 +57,12 @@ class AuditLog:
         self._store.put({LAST: last.encode()})
 
 
+def lines_kept(store: Store) -> int:
+    """Return how many lines a silo has written to its audit log."""
+    number, _ = json.loads(store.get(LAST) or b'[0, ""]')
+    return number
+
+
 def check_audit(file: Path) -> int:
     """Return the number of lines of an audit log and its closed files, if they follow each other.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import logging
 import os
@@ -13,22 +12,18 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Any
-
-from numpyro.primitives import Messenger
 
 from numpyro_fed.basics.errors import DataError, MissingExtraError, ModelError, SavedStateError
 from numpyro_fed.basics.files import private_folder, write_atomically
 from numpyro_fed.basics.programs import cache_programs
-from numpyro_fed.methods.method import FederatedMethod
+from numpyro_fed.network.doctor import add_doctor
 from numpyro_fed.network.engines import Folder, Sockets, listen, short_folder
 from numpyro_fed.network.flare import Flare, allow
-from numpyro_fed.network.owner import add_commands, answer_files, key_of, study_hash
+from numpyro_fed.network.owner import add_commands, answer_files, key_of
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import Silo
+from numpyro_fed.network.study_files import data_of, load_study, names_of
 from numpyro_fed.rounds.envelopes import PrivateKey
 from numpyro_fed.rounds.federation import Engine, Federation
 
@@ -64,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     silo.add_argument("study", type=Path, help="the same file as at the server")
     silo.add_argument("--data", required=True, help="file.py:function that returns the data")
     silo.add_argument("--socket", type=Path, required=True, help="where an engine finds the silo")
+    silo.add_argument("--socket-group", help="users of a group who may open the socket, too")
     kept = silo.add_mutually_exclusive_group()
     words = "a folder, by which a new process goes on and limits last (by default SOCKET.state)"
     kept.add_argument("--state", type=Path, help=words)
@@ -98,13 +94,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kit.add_argument("--socket", type=Path, help="where the silo listens: for a site")
 
     add_commands(commands)
+    add_doctor(commands)
 
     args = parser.parse_args(arguments)
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
     logging.getLogger("jax").setLevel(logging.WARNING)  # of backends that are not there
     before = os.umask(0o077)  # whatever is written, compiled programs too, is for its owner alone
     try:
-        args.command(args)
+        return args.command(args) or 0  # the doctor's status is 1 where something is wrong
     except TOLD as error:
         print(f"numpyro-fed: {error}", file=sys.stderr)
         return 1
@@ -113,7 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     finally:
         os.umask(before)
-    return 0
 
 
 def add_rules(parser: argparse.ArgumentParser) -> None:
@@ -126,9 +122,7 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
 
 def silo_of(args: argparse.Namespace, state: Path | None) -> Silo:
     """Return the silo of the command's arguments, which has its folder to itself."""
-    loaded = set(sys.modules)
-    study = load_file(args.study)
-    hashed = study_hash(study, [m for name, m in sys.modules.items() if name not in loaded])
+    study, hashed = load_study(args.study)
     try:
         policy = Policy() if args.policy is None else Policy.from_toml(args.policy)
         policy = replace(policy, requesters=(*policy.requesters, *args.requester))
@@ -162,7 +156,7 @@ def serve(args: argparse.Namespace) -> None:
     if state is None and not args.in_memory:
         state = Path(f"{args.socket}.state")
     silo = silo_of(args, state)
-    server = listen(args.socket, silo.answer)
+    server = listen(args.socket, silo.answer, args.socket_group)
     LOG.info("listening at %s", args.socket)
     try:
         server.serve_forever()
@@ -175,9 +169,7 @@ def serve(args: argparse.Namespace) -> None:
 
 def analyse(args: argparse.Namespace) -> None:
     """Run the study's ``main`` over silos."""
-    loaded = set(sys.modules)
-    study = load_file(args.study)
-    hashed = study_hash(study, [m for name, m in sys.modules.items() if name not in loaded])
+    study, hashed = load_study(args.study)
     run = getattr(study, "main", None)
     if not callable(run):
         raise ModelError(
@@ -250,47 +242,6 @@ def allow_kit(args: argparse.Namespace) -> None:
     """Let the NVFLARE of a startup kit run the relay of this package and nothing else."""
     for file in allow(args.kit, args.socket):
         print(f"written: {file}")
-
-
-def load_file(path: str | Path) -> ModuleType:
-    """Return the module of a file; imports in it find the files beside it."""
-    file = Path(path).resolve()
-    if not file.is_file():
-        raise ModelError(f"there is no file {path}.")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
-        raise ModelError(f"{path} is no file of Python: its name must end in .py.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))
-    spec.loader.exec_module(module)
-    return module
-
-
-def names_of(study: ModuleType) -> dict[str, Any]:
-    """Return the objects of a study that parties may name: its own functions, and its methods.
-
-    Whatever it imports is no part of that: a server could otherwise have it called.
-    """
-    found = {}
-    for name, value in vars(study).items():
-        own = isinstance(value, FunctionType) and value.__module__ == study.__name__
-        may_be_named = own or isinstance(value, FederatedMethod | Messenger | partial)
-        if may_be_named and name != "main" and not name.startswith("_"):
-            found[name] = value
-    return found
-
-
-def data_of(where: str) -> Any:
-    """Return a silo's data, from a function that is given as ``file.py:function``."""
-    path, _, name = where.rpartition(":")
-    if not path:
-        raise ModelError(f"{where!r}: expected file.py:function, such as hospital.py:silo.")
-    function = getattr(load_file(path), name, None)
-    if not callable(function):
-        raise ModelError(f"{path} has no function {name}(). It returns the silo's data.")
-    return function()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Only the user who runs the silo can open its socket or its folder.
 from __future__ import annotations
 
 import os
+import shutil
 import socketserver
 import tempfile
 import time
@@ -134,8 +135,13 @@ def _whole(file: Path) -> bytes | None:
     return content
 
 
-def listen(path: str | Path, answer: Callable[[bytes], bytes]) -> socketserver.BaseServer:
-    """Return a server at a socket that only this user can open; ``serve_forever()`` runs it."""
+def listen(
+    path: str | Path, answer: Callable[[bytes], bytes], group: str | None = None
+) -> socketserver.BaseServer:
+    """Return a server at a socket that only this user can open; ``serve_forever()`` runs it.
+
+    Where a ``group`` is named, its users can open the socket, too: a relay that is another user.
+    """
     path = Path(path)
     if len(os.fsencode(path)) > MAX_NAME:
         raise ValueError(
@@ -162,6 +168,9 @@ def listen(path: str | Path, answer: Callable[[bytes], bytes]) -> socketserver.B
         server = socketserver.ThreadingUnixStreamServer(str(path), Handler)
     finally:
         os.umask(before)
+    if group is not None:
+        shutil.chown(path, group=group)
+        path.chmod(0o660)
     server.daemon_threads = True
     return server
 

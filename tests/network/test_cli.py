@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from numpyro_fed.network.cli import main
-from numpyro_fed.network.engines import short_folder
+from numpyro_fed.network.engines import listen, short_folder
 
 STUDY = """
 import jax, numpyro, numpyro.distributions as dist, numpyro_fed as nf
@@ -103,6 +103,16 @@ def test_a_silo_that_is_killed_is_started_again(study):
                 process.wait()
     assert script.returncode == 0
     assert abs(float(last.split()[-1]) - exact()) < 1e-4
+
+
+def test_a_socket_is_its_users_or_a_groups_too():
+    import grp  # which only a Unix has
+
+    group = grp.getgrgid(os.getgid()).gr_name
+    with short_folder() as folder:
+        for name, mode in ((None, 0o600), (group, 0o660)):
+            with listen(f"{folder}/s", bytes, name):
+                assert os.stat(f"{folder}/s").st_mode & 0o777 == mode
 
 
 def test_what_is_wrong_with_a_study_is_said(study, capsys):

@@ -23,8 +23,8 @@ from numpyro_fed.basics.errors import (
     SiloAwayError,
 )
 from numpyro_fed.network import InMemory
-from numpyro_fed.network.cli import load_file, names_of
 from numpyro_fed.network.ledger import evaluations
+from numpyro_fed.network.study_files import load_file, names_of
 from numpyro_fed.rounds.messages import Question, read, write
 
 KEY = jax.random.key(0)

@@ -1,0 +1,64 @@
+"""The files of a study: its module, its hash, the names in it, and a silo's data."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import partial
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from numpyro.primitives import Messenger
+
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.methods.method import FederatedMethod
+from numpyro_fed.network.owner import study_hash
+
+
+def load_study(path: str | Path) -> tuple[ModuleType, str]:
+    """Return the module of a study's file, and the hash of it and of the files it imports."""
+    loaded = set(sys.modules)
+    study = load_file(path)
+    return study, study_hash(study, [m for name, m in sys.modules.items() if name not in loaded])
+
+
+def load_file(path: str | Path) -> ModuleType:
+    """Return the module of a file; imports in it find the files beside it."""
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ModelError(f"there is no file {path}.")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} is no file of Python: its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def names_of(study: ModuleType) -> dict[str, Any]:
+    """Return the objects of a study that parties may name: its own functions, and its methods.
+
+    Whatever it imports is no part of that: a server could otherwise have it called.
+    """
+    found = {}
+    for name, value in vars(study).items():
+        own = isinstance(value, FunctionType) and value.__module__ == study.__name__
+        may_be_named = own or isinstance(value, FederatedMethod | Messenger | partial)
+        if may_be_named and name != "main" and not name.startswith("_"):
+            found[name] = value
+    return found
+
+
+def data_of(where: str) -> Any:
+    """Return a silo's data, from a function that is given as ``file.py:function``."""
+    path, _, name = where.rpartition(":")
+    if not path:
+        raise ModelError(f"{where!r}: expected file.py:function, such as hospital.py:silo.")
+    function = getattr(load_file(path), name, None)
+    if not callable(function):
+        raise ModelError(f"{path} has no function {name}(). It returns the silo's data.")
+    return function()
