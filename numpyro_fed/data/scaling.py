@@ -100,7 +100,7 @@ class Scaling:
             raise DataError(
                 "there are no parts: pass what nf.moments([silo]) returned at each silo."
             )
-        return united("part", parts)
+        return united([f"part {j}" for j in range(len(parts))], parts)
 
     def standardise(self, silo: SiloInput) -> Any:
         """Return a silo's data with the columns in standard units, over all silos.
@@ -171,8 +171,8 @@ class Scaling:
         return {name: changed.get(name, value) for name, value in silo.items()}
 
 
-def united(owner: str, parts: Sequence[Scaling]) -> Scaling:
-    """Return the moments of all silos together; ``owner`` stands for a silo in errors.
+def united(owners: Sequence[str], parts: Sequence[Scaling]) -> Scaling:
+    """Return the moments of all silos together; ``owners`` are what messages call them.
 
     There is a warning for each column whose mean at some silo is far from those at all others.
     """
@@ -180,16 +180,17 @@ def united(owner: str, parts: Sequence[Scaling]) -> Scaling:
     for j, part in enumerate(parts):
         if set(part.mean) != set(first.mean):
             raise DataError(
-                f"{owner} {j} has moments of {sorted(part.mean)}, and {owner} 0 of "
+                f"{owners[j]} has moments of {sorted(part.mean)}, and {owners[0]} of "
                 f"{sorted(first.mean)}. All silos must have the same arguments of the same kind; "
                 "name those that are meant."
             )
         for name, mean in first.mean.items():
             known, here = first.columns.get(name, ()), part.columns.get(name, ())
-            check_columns(f"{owner} {j}", name, here or known, known or here, f"{owner} 0")
+            check_columns(owners[j], name, here or known, known or here, owners[0])
             if (found := part.mean[name]).shape != mean.shape:
                 raise DataError(
-                    f"{owner} {j}, '{name}': {found.size} columns, where {owner} 0 has {mean.size}."
+                    f"{owners[j]}, '{name}': {found.size} columns, where {owners[0]} has "
+                    f"{mean.size}."
                 )
     for name in first.mean:
         columns = next((p.columns[name] for p in parts if name in p.columns), ())
@@ -202,7 +203,7 @@ def united(owner: str, parts: Sequence[Scaling]) -> Scaling:
             if len(np.atleast_1d(first.mean[name])) > 1:
                 where = f"'{columns[i]}' of {where}" if columns else f"column {i} of {where}"
             others = [j for j in range(len(parts)) if j not in far and count[j]]
-            own = ", ".join(f"{owner} {j} has the mean {mean[j]:.4g}" for j in far)
+            own = ", ".join(f"{owners[j]} has the mean {mean[j]:.4g}" for j in far)
             low, high = (f"{f(mean[others]):.4g}" for f in (np.min, np.max)) if others else ("", "")
             rest = f", where others have {low if low == high else f'{low} to {high}'}"
             warnings.warn(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -35,6 +37,7 @@ from numpyro_fed.data.tables import (
 
 Sizes = dict[str, int]  # the number of rows of each silo plate
 Skeleton = str | list[Any]  # a tree in JSON: a name, or [type of node, contents]
+NUMBERED = re.compile(r"\bsilo (\d+)\b")  # how errors call a silo that has no name
 HEAD = "head"  # the name of the array with all that is no array, as JSON
 
 # The least sd of a column, in gaps between neighbouring numbers of single precision. Rounding adds
@@ -295,6 +298,23 @@ def is_held(value: object) -> bool:
 def label(j: int, names: Sequence[str]) -> str:
     """Return how messages call a silo: by its name, or by its number if silos have no names."""
     return f"silo '{names[j]}'" if names else f"silo {j}"
+
+
+@contextmanager
+def by_their_names(silos: object) -> Iterator[None]:
+    """Enter a call in whose errors silos are called by their names, if they have some."""
+    try:
+        yield
+    except Exception as error:
+        names = getattr(silos, "silo_names", ()) or names_of(silos)
+        if names and error.args and isinstance(error.args[0], str):
+
+            def name(found: re.Match[str]) -> str:
+                j = int(found[1])
+                return label(j, names) if j < len(names) else found[0]
+
+            error.args = (NUMBERED.sub(name, error.args[0]), *error.args[1:])
+        raise
 
 
 def listed(

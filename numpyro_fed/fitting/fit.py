@@ -22,7 +22,7 @@ from numpyro_fed.basics.errors import (
     positive_int,
 )
 from numpyro_fed.basics.programs import precision as precision_as
-from numpyro_fed.data.silo_data import SilosInput, names_of, read_all
+from numpyro_fed.data.silo_data import SilosInput, by_their_names, names_of, read_all
 from numpyro_fed.dp_newton.method import DPNewton
 from numpyro_fed.fitting.order_of_steps import reached_so_far, run_steps
 from numpyro_fed.fitting.steps import FitProblem, FitSteps
@@ -204,7 +204,14 @@ class FitCall:
     def run(self, key: Array, places: np.ndarray | None = None) -> Posterior:
         """Return the fit; its searches begin near some places (k, dim), if they are given."""
         silent = in_sight("fit", shown=False)  # the bar of the stages is the only one
-        with precision_as(double=self.double), _LOCK, StageBar(self.progress_bar) as bar, silent:
+        names = by_their_names(self.silos)
+        with (
+            precision_as(double=self.double),
+            _LOCK,
+            StageBar(self.progress_bar) as bar,
+            silent,
+            names,
+        ):
             problem = FitProblem.of(self.model, self.silos)
             steps = FitSteps(
                 typed_key(key), problem, self.accuracy, self.max_exchanges, bar, places

@@ -223,10 +223,12 @@ def moments(
         settings = json.dumps({"arguments": names})
         replies = silos.ask_of_data(MOMENTS, settings)
         parts = [_read_moments(j, reply, arguments) for j, reply in enumerate(replies)]
+        owners = [label(j, silos.silo_names) for j in range(len(parts))]
     else:
-        known, held = names_of(silos), enumerate(listed(silos, HELD))
-        parts = [moments_of(label(j, known), silo, arguments) for j, silo in held]
-    whole = united("silo", parts)
+        held = listed(silos, HELD)
+        owners = [label(j, names_of(silos)) for j in range(len(held))]
+        parts = [moments_of(*pair, arguments) for pair in zip(owners, held, strict=True)]
+    whole = united(owners, parts)
     for name, count in whole.count.items():
         if not np.all(count):
             raise DataError(f"'{name}': a column of which no silo has a number. Leave it out.")

@@ -23,7 +23,7 @@ from jax import Array
 
 from numpyro_fed.basics.errors import DataError, GuideError, one_of
 from numpyro_fed.data.padding import Bucket, one_by_one
-from numpyro_fed.data.silo_data import SilosInput, read_all, signature
+from numpyro_fed.data.silo_data import SilosInput, by_their_names, read_all, signature
 from numpyro_fed.methods.method import (
     RUNTIMES,
     RunOptions,
@@ -143,11 +143,12 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
         """
         key = typed_key(key)
         options = RunOptions(num_rounds, progress_bar, stop, callback, every)
-        compiled, hosted = self._compiled_for(silos, runtime)
-        start = getattr(self, "start", None)
-        begun = begin_run(compiled, key, hosted, init_state, start, progress_bar)
-        self._check_rounds(begun.compiled, begun.state, num_rounds)
-        return self._run_rounds(begun, hosted, key, options)
+        with by_their_names(silos):
+            compiled, hosted = self._compiled_for(silos, runtime)
+            start = getattr(self, "start", None)
+            begun = begin_run(compiled, key, hosted, init_state, start, progress_bar)
+            self._check_rounds(begun.compiled, begun.state, num_rounds)
+            return self._run_rounds(begun, hosted, key, options)
 
     def cost(self, silos: SilosInput) -> Cost:
         """Return the cost of a run with these silos, without running it.

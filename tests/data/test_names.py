@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.basics.errors import DataError, DataWarning, ModelError
 from numpyro_fed.data.silo_data import read
 
 KEY = jax.random.key(0)
@@ -214,3 +214,31 @@ def test_levels_moments_and_the_joint_model_take_names():
         numpyro.handlers.seed(nf.handlers.joint(model, data), 0)
     ).get_trace()
     assert {"silo_0/y", "silo_1/y"} <= set(trace)
+
+
+def counts(y):
+    rate = numpyro.sample("rate", dist.Gamma(1.0, 1.0))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+ASKS = {
+    "fit": lambda silos: nf.fit(KEY, counts, silos, progress_bar=False),
+    "run": lambda silos: nf.SFVI(counts).run(KEY, 1, silos, progress_bar=False),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_errors_call_silos_by_their_names(name):
+    silos = dict(Basel=dict(y=np.arange(3)), Chur=dict(y=np.array([1, -1])))
+    with pytest.raises(DataError, match="silo 'Chur', site 'y': the observed value -1 of row 1"):
+        ASKS[name](silos)
+    with pytest.raises(DataError, match="silo 1, site 'y': the observed value -1 of row 1"):
+        ASKS[name](list(silos.values()))
+
+
+def test_a_warning_of_units_names_the_silo():
+    means = dict(Basel=50.0, Bern=55.0, Chur=640.0)
+    silos = {name: dict(age=mean + np.arange(30)) for name, mean in means.items()}
+    with pytest.warns(DataWarning, match="'age': silo 'Chur' has the mean"):
+        nf.moments(silos)
