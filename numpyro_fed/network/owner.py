@@ -136,6 +136,8 @@ def words_of(name: str, content: bytes) -> str:
 
 def answer_files(silo: Silo, where: Path) -> list[Path]:
     """Write the reply to a file of rounds by files, or to all in a folder; return what is new."""
+    if not where.exists():
+        raise DataError(f"there is no file {where}.")
     requests = sorted(where.glob("*.request")) if where.is_dir() else [where]
     written = []
     for request in requests:
