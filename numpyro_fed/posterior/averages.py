@@ -15,7 +15,6 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +29,13 @@ from numpyro_fed.basics.programs import in_precision_of_object, map_in_batches
 from numpyro_fed.data.silo_data import SiloData, names_or_numbers
 from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.built import FEW_TERMS, Built
-from numpyro_fed.posterior.calibration import NUM_BINS, Calibration, Predicted, calibration_exchange
+from numpyro_fed.posterior.calibration import (
+    NUM_BINS,
+    Calibration,
+    Predicted,
+    calibration_exchange,
+    predicted_rows,
+)
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.site_at_rows import (
     SiteAtRows,
@@ -147,7 +152,7 @@ class AveragesOverRows(Questions):
             raise ValueError(f"by={by!r}, num_groups={num_groups}: pass both, or none of them.")
         changed = checked_changes(fit.facts, changes or {})
         settings = {"site": site, "changes": changed, "by": by, "num_groups": int(num_groups)}
-        up: RowTotals = self._asked(key, num_draws, AVERAGE, average_exchange, settings)
+        up: RowTotals = self._asked(key, num_draws, AVERAGES, settings)
         rows = np.asarray(up.rows, float)
         if float(up.left_out):
             raise DataError(
@@ -238,34 +243,28 @@ class AveragesOverRows(Questions):
                 "others plot_check shows how well they are predicted."
             )
         settings = {"site": site, "by_silo": by_silo, "min_count": min_count}
-        up: Predicted = self._asked(key, num_draws, CALIBRATION, calibration_exchange, settings)
+        up: Predicted = self._asked(key, num_draws, CALIBRATIONS, settings)
         rows = np.asarray(up.rows, float).reshape(-1, 2, NUM_BINS)
         sums = np.asarray(up.probabilities, float).reshape(-1, NUM_BINS)
         names = names_or_numbers(run._silos.names, run.num_silos) if by_silo else ()
         return Calibration(rows, sums, np.asarray(up.pairs, float).reshape(-1, 2), names)
 
     def _asked(
-        self,
-        key: Array,
-        num_draws: int,
-        name: str,
-        build: Callable[..., Exchange[Any, Any, Any]],
-        settings: Mapping[str, Any],
+        self, key: Array, num_draws: int, question: SumOverRows, settings: Mapping[str, Any]
     ) -> Any:
         """Return the silos' replies to a question about a site at draws of the posterior."""
         run = self.run_behind
         if run._fit.built.protected:  # by noise, which these sums would not have
             raise ModelError(run._fit.built.protected)
         sampler, z_G = self.sampler, self.unconstrained(key, num_draws)
-        fit, site, changes = run._fit, settings["site"], settings.get("changes", {})
-        at_rows = SiteAtRows(fit.built, sampler, site, changes)
-        of_text = partial(at_rows.of_text, jax.random.key(0), {})
-        own = jax.eval_shape(of_text, fit.model.silo).shape[1:]
-        settings = {**settings, **sampler.settings, "num_draws": num_draws, "shape": own}
+        fit = run._fit
+        at_rows = SiteAtRows(fit.model, settings["site"], settings.get("changes", {}))
+        settings = {**settings, **sampler.settings, "num_draws": num_draws, "shape": at_rows.shape}
         words = json.dumps(settings)
         little = num_draws * sum(n for _, n in fit.plan.total) <= FEW_TERMS
         exchange = fit.cached(
-            (name, words), lambda: build(fit.built, json.loads(words), little=little)
+            (question.name, words),
+            lambda: question.exchange(fit.built, json.loads(words), little=little),
         )
         down = GlobalDraws.of(fit.guide, run.shared, jnp.asarray(z_G))
         return run.ask_once(exchange, down, key, NOT_FINITE)
@@ -309,36 +308,68 @@ class RowTotals(NamedTuple):
     left_out: Array
 
 
+def row_totals(
+    at_rows: SiteAtRows,
+    settings: Mapping[str, Any],
+    data: SiloData,
+    values_at: Callable[[Any], Array],
+    draws: Any,
+) -> RowTotals:
+    """Return a silo's sums of a site that is ``values_at(draw)`` (rows, ...) at each draw."""
+    n, by, number = settings["num_draws"], settings["by"], max(settings["num_groups"], 1)
+    rows = at_rows.model.sizes(data)[at_rows.plate]
+    counts = data.masked(at_rows.plate, jnp.ones(rows))[:, None]
+    whole = counts.sum()
+    if by:
+        counts = counts * jax.nn.one_hot(data.arrays[by], number, dtype=counts.dtype)
+
+    def at(draw: Any) -> Array:
+        values = values_at(draw)
+        flat = values.reshape(len(values), -1)
+        # What does not count may be no number.
+        flat = jnp.where(counts.any(1)[:, None], flat, 0.0)
+        return (counts.T @ flat).reshape(number, *values.shape[1:])
+
+    size = max(1, min(n, ROWS_AT_ONCE // max(rows, 1)))
+    return RowTotals(map_in_batches(at, draws, size), counts.sum(0), whole - counts.sum())
+
+
 def average_exchange(
     built: Built, settings: Mapping[str, Any], *, little: bool = False
 ) -> Exchange[Any, Any, Any]:
     """Return the exchange in which silos tell sums of a site over their rows."""
-    fm, n, by = built.model, settings["num_draws"], settings["by"]
-    at_rows = SiteAtRows(built, built.sampler(settings), settings["site"], settings["changes"])
-    number = max(settings["num_groups"], 1)
+    fm, n = built.model, settings["num_draws"]
+    at_rows = SiteAtRows(fm, settings["site"], settings["changes"])
+    sampler, number = built.sampler(settings), max(settings["num_groups"], 1)
 
     def silo(key: Array, down: GlobalDraws, state: object, data: SiloData) -> RowTotals:
         given = at_draws(built.algorithm, down, state, data)
-        rows = fm.sizes(data)[at_rows.plate]
-        counts = data.masked(at_rows.plate, jnp.ones(rows))[:, None]
-        whole = counts.sum()
-        if by:
-            counts = counts * jax.nn.one_hot(data.arrays[by], number, dtype=counts.dtype)
 
-        def at(draw: tuple[Array, Array, Array]) -> Array:
+        def values_at(draw: tuple[Array, Array, Array]) -> Array:
             i, z_G, u = draw
-            values = at_rows.at(fold_in(key, i), with_globals(given, z_G, u), data)
-            flat = values.reshape(len(values), -1)
-            # What does not count may be no number.
-            flat = jnp.where(counts.any(1)[:, None], flat, 0.0)
-            return (counts.T @ flat).reshape(number, *values.shape[1:])
+            return at_rows.at(sampler, fold_in(key, i), with_globals(given, z_G, u), data)
 
         draws = jnp.arange(n), down.z_G, given.coordinates.u
-        size = max(1, min(n, ROWS_AT_ONCE // max(rows, 1)))
-        return RowTotals(map_in_batches(at, draws, size), counts.sum(0), whole - counts.sum())
+        return row_totals(at_rows, settings, data, values_at, draws)
 
     def messages() -> tuple[GlobalDraws, RowTotals]:
         down = shape_of_draws(built.guide, built.algorithm, (n, fm.dim))
         return down, RowTotals(shape(n, number, *settings["shape"]), shape(number), shape())
 
     return sum_exchange(AVERAGE, silo, messages, settings, little=little)
+
+
+class SumOverRows(NamedTuple):
+    """A question whose answer is a sum over rows: its exchange, and what a silo computes in it.
+
+    ``of_silo(at_rows, settings, data, values_at, draws)`` is the reply of a silo at draws, where a
+    site has the values ``values_at(draw)`` (rows, ...).
+    """
+
+    name: str
+    exchange: Callable[..., Exchange[Any, Any, Any]]
+    of_silo: Callable[..., Any]
+
+
+AVERAGES = SumOverRows(AVERAGE, average_exchange, row_totals)
+CALIBRATIONS = SumOverRows(CALIBRATION, calibration_exchange, predicted_rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -46,34 +46,50 @@ def calibration_exchange(
     built: Built, settings: Mapping[str, Any], *, little: bool = False
 ) -> Exchange[Any, Any, Any]:
     """Return the exchange in which silos count their outcomes by probability, by bins."""
-    fm, n, name = built.model, settings["num_draws"], settings["site"]
-    at_rows = SiteAtRows(built, built.sampler(settings), name)
+    fm, n = built.model, settings["num_draws"]
+    at_rows, sampler = SiteAtRows(fm, settings["site"]), built.sampler(settings)
 
     def silo(key: Array, down: GlobalDraws, state: object, data: SiloData) -> Predicted:
         given = at_draws(built.algorithm, down, state, data)
 
-        def add(total: Array, draw: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        def values_at(draw: tuple[Array, Array, Array]) -> Array:
             i, z_G, u = draw
-            return total + at_rows.at(fold_in(key, i), with_globals(given, z_G, u), data), None
+            return at_rows.at(sampler, fold_in(key, i), with_globals(given, z_G, u), data)
 
-        rows = fm.sizes(data)[at_rows.plate]
         draws = jnp.arange(n), down.z_G, given.coordinates.u
-        outcome = outcomes_at(fm, data)[name]
-        start = jnp.zeros((rows, *settings["shape"]))
-        p = jax.lax.scan(add, start, draws)[0].ravel() / n
-        axis = outcome.axes.index(at_rows.plate)
-        y, elements = (jnp.moveaxis(a, axis, 0) for a in (outcome.value, outcome.elements))
-        real = data.masked(at_rows.plate, jnp.ones(rows)) > 0
-        counts = elements & real.reshape(-1, *[1] * (y.ndim - 1))
-        # So many rows, of which each may have several outcomes.
-        least = settings["min_count"] * max(1, y.size // max(rows, 1))
-        return binned(p, y.ravel(), counts.ravel(), least)
+        return predicted_rows(at_rows, settings, data, values_at, draws)
 
     def messages() -> tuple[GlobalDraws, Predicted]:
         down = shape_of_draws(built.guide, built.algorithm, (n, fm.dim))
         return down, Predicted(shape(2, NUM_BINS), shape(NUM_BINS), shape(2))
 
     return sum_exchange(CALIBRATION, silo, messages, settings, little=little)
+
+
+def predicted_rows(
+    at_rows: SiteAtRows,
+    settings: Mapping[str, Any],
+    data: SiloData,
+    values_at: Callable[[Any], Array],
+    draws: Any,
+) -> Predicted:
+    """Return a silo's outcomes by their mean probability over draws, ``values_at(draw)`` each."""
+    fm, plate = at_rows.model, at_rows.plate
+
+    def add(total: Array, draw: Any) -> tuple[Array, None]:
+        return total + values_at(draw), None
+
+    rows = fm.sizes(data)[plate]
+    outcome = outcomes_at(fm, data)[at_rows.site]
+    start = jnp.zeros((rows, *settings["shape"]))
+    p = jax.lax.scan(add, start, draws)[0].ravel() / settings["num_draws"]
+    axis = outcome.axes.index(plate)
+    y, elements = (jnp.moveaxis(a, axis, 0) for a in (outcome.value, outcome.elements))
+    real = data.masked(plate, jnp.ones(rows)) > 0
+    counts = elements & real.reshape(-1, *[1] * (y.ndim - 1))
+    # So many rows, of which each may have several outcomes.
+    least = settings["min_count"] * max(1, y.size // max(rows, 1))
+    return binned(p, y.ravel(), counts.ravel(), least)
 
 
 def binned(p: Array, y: Array, counts: Array, least: int) -> Predicted:

@@ -22,7 +22,6 @@ from numpyro_fed.data.padding import arrays_with_rows
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.guides.silo_bounds import AtDraw
-from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.rounds.exchange import Combine, Exchange, key_as_noise
 from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
@@ -42,18 +41,17 @@ class SiteAtRows:
     of numbers, values are those at each of them.
     """
 
-    built: Built
-    sampler: Sampler
+    model: FederatedModel
     site: str
     changes: Mapping[str, Any] = field(default_factory=dict)
 
-    def at(self, key: Array, given: AtDraw, data: SiloData) -> Array:
+    def at(self, sampler: Sampler, key: Array, given: AtDraw, data: SiloData) -> Array:
         """Return the values (rows, ...) at one draw of the globals; of an outcome its means.
 
         Under lists of changes they are (rows, points, ...).
         """
-        fm, theta = self.built.model, given.theta
-        z_L = fm.zero_latents(data) | self.sampler.bound.sample(key, given)
+        fm, theta = self.model, given.theta
+        z_L = fm.zero_latents(data) | sampler.bound.sample(key, given)
         sites = fm.constrain_global(theta, given.z_G)
         sites |= fm.constrain_local(theta, given.z_G, z_L, data, fold_in(key, 3))
         drawn = {s.name for s in fm.sites if s.kind in ("latent", "discrete")}
@@ -71,7 +69,7 @@ class SiteAtRows:
         self, key: Array, values: Mapping[str, Array], data: SiloData, point: Array | int
     ) -> Array:
         """Return them under one of the changes, by its number."""
-        fm, changed = self.built.model, replace(data, arrays=self._changed(data.arrays, point))
+        fm, changed = self.model, replace(data, arrays=self._changed(data.arrays, point))
         # Other outcomes are as they are, a covariate that the text models among them.
         kept = [s.name for s in fm.sites if s.kind == "observed" and s.name != self.site]
 
@@ -93,8 +91,8 @@ class SiteAtRows:
 
     def _overwritten(self, data: SiloData) -> list[str]:
         """Return the latents of missing covariates (``obs_mask``) that a change decides over."""
-        trace = self.built.model.traces.at(data)
-        covariates = (name.removesuffix(OBSERVED) for name in self.built.model.covariates)
+        trace = self.model.traces.at(data)
+        covariates = (name.removesuffix(OBSERVED) for name in self.model.covariates)
         return [
             name + UNOBSERVED
             for name in covariates
@@ -102,17 +100,23 @@ class SiteAtRows:
         ]
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the values at one row."""
+        found = jax.eval_shape(partial(self.of_text, jax.random.key(0), {}), self.model.silo)
+        return tuple(found.shape[1:])
+
+    @property
     def plate(self) -> str:
         """Return the silo plate of the site."""
-        return next(str(s.plate) for s in self.built.model.sites if s.name == self.site)
+        return next(str(s.plate) for s in self.model.sites if s.name == self.site)
 
     def _axis(self, site: Mapping[str, Any], value: Array, data: SiloData) -> int:
         """Return the axis of a value along which rows are."""
         dim = next(f.dim for f in site["cond_indep_stack"] if f.name == silo_plate_of(dict(site)))
         if site["type"] == "sample":
             return value.ndim - site["fn"].event_dim + dim
-        sizes = self.built.model.sizes(data)
-        trace, rows = self.built.model.traces.at(data), arrays_with_rows([data], [sizes])
+        sizes = self.model.sizes(data)
+        trace, rows = self.model.traces.at(data), arrays_with_rows([data], [sizes])
         own = [name for name, plate in rows.items() if plate == self.plate]
         axis = trace.axis_of_rows((VALUE, self.site), self.plate, own)
         if axis is not None:

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import jax
@@ -42,10 +42,12 @@ from numpyro_fed.basics.programs import TRACING, in_precision_of_object
 from numpyro_fed.basics.trees import EntryNames
 from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.numerics.accurate_densities import log_prob
+from numpyro_fed.posterior.averages import SumOverRows
 from numpyro_fed.posterior.leave_out import MAX_K, Loo, RowsOfSilo, RowSums
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.sampler import Sampler
 from numpyro_fed.posterior.saving import SavedWords
+from numpyro_fed.posterior.site_at_rows import SiteAtRows
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.rounds.states import Shared
 from numpyro_fed.text.handlers import local_name
@@ -254,12 +256,7 @@ class NutsResult(Posterior):
             return found
 
         programs = run._fit.cached(ROWS, lambda: compiled(at))
-        shared: dict[str, Any] = {s.name: samples[s.name] for s in fm.named("latent")}
-        local = [s.name for s in fm.sites if s.is_local_latent]
-        at_draws = []
-        for j in range(run.num_silos):
-            latents = shared | {name: samples[local_name(j, name)] for name in local}
-            at_draws.append(SiloAtDraws(j, jax.random.key(0), parameters_of(run, j), latents))
+        at_draws = self._at_silos(jax.random.key(0), samples)
         plate_of = {SEEN + s.name: s.plate for s in fm.sites if s.kind == "observed"}
         values = []
         parts = values_at(run, programs, at_draws)
@@ -272,6 +269,41 @@ class NutsResult(Posterior):
                 kept[plate] = terms[:, np.any(seen, 0)] if seen else terms
             values.append(kept)
         return values
+
+    def _at_silos(self, key: Array, samples: Mapping[str, np.ndarray]) -> list[SiloAtDraws]:
+        """Return all silos at some of the draws of all latents."""
+        run, fm = self.run_behind, self.run_behind._fit.model
+        shared: dict[str, Any] = {s.name: samples[s.name] for s in fm.named("latent")}
+        local = [s.name for s in fm.sites if s.is_local_latent]
+        found = []
+        for j in range(run.num_silos):
+            latents = shared | {name: samples[local_name(j, name)] for name in local}
+            found.append(SiloAtDraws(j, jax.random.fold_in(key, j), parameters_of(run, j), latents))
+        return found
+
+    def _asked(
+        self, key: Array, num_draws: int, question: SumOverRows, settings: Mapping[str, Any]
+    ) -> Any:
+        """Return the sums over rows at ``sample_posterior(key, num_draws)``, all latents drawn."""
+        run, places = self.run_behind, self._places(key, num_draws)
+        at_rows = SiteAtRows(run.model, settings["site"], settings.get("changes", {}))
+        settings = {**settings, "num_draws": num_draws, "shape": at_rows.shape}
+
+        @jax.jit
+        def of_silo(key: Array, theta: Values, latents: Values, data: SiloData) -> Any:
+            def values_at(draw: tuple[Array, Values]) -> Array:
+                i, values = draw
+                return at_rows.of_text(jax.random.fold_in(key, i), {**theta, **values}, data)
+
+            draws = jnp.arange(num_draws), dict(latents)
+            return question.of_silo(at_rows, settings, data, values_at, draws)
+
+        replies = [
+            of_silo(at.key, at.theta, at.latents, run._silos.data[at.silo])
+            for at in self._at_silos(key, {k: v[places] for k, v in self.samples.items()})
+        ]
+        combine = np.stack if settings.get("by_silo") else partial(np.sum, axis=0)
+        return jax.tree.map(lambda *a: combine([np.asarray(x) for x in a]), *replies)
 
     @property
     def silos(self) -> Any:

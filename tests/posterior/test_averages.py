@@ -178,6 +178,45 @@ def test_latents_of_silos_and_rows_are_those_given_their_data_over_nodes_too():
     assert told.rows == 40
 
 
+def risk_of_patients(t, ward, y):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    with nf.silo_plate("hospital", 1):
+        u = numpyro.sample("u", dist.Normal(0, 0.7))
+    with nf.silo_plate("row", t.shape[0]):
+        e = numpyro.sample("e", dist.Normal(0, 0.5))
+        numpyro.sample("y", dist.Bernoulli(logits=b[0] + b[1] * t + u[0] + e), obs=y)
+
+
+def test_draws_of_nuts_are_averaged_with_their_own_latents_of_silos_and_rows():
+    r = np.random.default_rng(0)
+    silos = {
+        name: dict(t=r.integers(0, 2, n), ward=np.arange(n) % 2, y=r.integers(0, 2, n))
+        for name, n in (("A", 8), ("B", 5))
+    }
+    nuts = nf.run_nuts(KEY, risk_of_patients, silos, num_warmup=50, num_samples=60, **QUIET)
+    n = 40
+    parts = {name: nuts.sample_posterior(KEY, n, silo=name) for name in silos}
+
+    def risk(name, t):
+        x = {k: np.asarray(v, float) for k, v in parts[name].items()}
+        return expit(x["b"][:, :1] + x["b"][:, 1:] * t + x["u"] + x["e"])
+
+    found = nuts.average(KEY, "y", {"t": [0, 1]}, num_draws=n)
+    for i in (0, 1):
+        expected = np.concatenate([risk(name, i) for name in silos], 1).mean(1)
+        np.testing.assert_allclose(found.draws[:, i], expected, rtol=1e-9)
+    own = np.concatenate([risk(name, s["t"]) for name, s in silos.items()], 1)
+    ward = np.concatenate([s["ward"] for s in silos.values()])
+    by_ward = nuts.average(KEY, "y", by="ward", num_groups=2, num_draws=n)
+    for g in (0, 1):
+        np.testing.assert_allclose(by_ward.draws[:, g], own[:, ward == g].mean(1), rtol=1e-9)
+    table = nuts.calibration(KEY, by_silo=True, min_count=1, num_draws=n)
+    of_silos = [part.sum() for part in np.split(own.mean(0), [8])]
+    np.testing.assert_allclose(table.probabilities.sum(1), of_silos)
+    y = np.concatenate([s["y"] for s in silos.values()])
+    assert table.rows.sum((0, 2)).tolist() == np.bincount(y).tolist()
+
+
 @pytest.mark.slow
 def test_a_silo_tells_no_groups_or_bins_of_few_rows():
     silos = list(silos_of(30, 20, 12).values())
