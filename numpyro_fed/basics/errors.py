@@ -5,6 +5,8 @@ Their messages say what was expected, what came, where (silo and site), and what
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, TypeGuard
@@ -219,3 +221,11 @@ def one_of(name: str, value: object, *options: object) -> None:
     if value not in options:
         first = ", ".join(map(repr, options[:-1]))
         raise ValueError(f"{name}={value!r}: expected {first} or {options[-1]!r}.")
+
+
+def warn_user(words: str, category: type[Warning]) -> None:
+    """Warn at the line of the user, however many calls of the package are between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("numpyro_fed."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(words, category=category, stacklevel=level)

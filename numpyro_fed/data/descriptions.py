@@ -254,7 +254,7 @@ def _columns(name: str, value: object) -> Iterator[tuple[str, Any]]:
         yield from _columns(f"{name}.{key}" if name else str(key), part)
 
 
-def _values(column: Any) -> tuple[str, Sequence[Any] | np.ndarray]:
+def kind_and_values(column: Any) -> tuple[str, Sequence[Any] | np.ndarray]:
     """Return the kind of a column by its types alone, and the values that are there."""
     values = column
     if not isinstance(column, np.ndarray):
@@ -282,7 +282,7 @@ def _values(column: Any) -> tuple[str, Sequence[Any] | np.ndarray]:
 
 def _described(column: Any, fewest: int) -> ColumnAtSilo:
     """Return what a silo tells of one of its columns."""
-    number, (kind, seen) = len(column), _values(column)
+    number, (kind, seen) = len(column), kind_and_values(column)
     if number < fewest:
         return ColumnAtSilo(kind, fewest)
     step, there = max(ROWS_STEP, 10 ** (floor(log10(number)) - 1)), len(seen)

@@ -183,7 +183,8 @@ def column_array(owner: str, name: str, series: Any) -> np.ndarray:
     elif dtype in (nw.String, nw.Categorical, nw.Enum):
         way = (
             f"Agree on its levels over all silos and pass their numbers: levels = "
-            f"numpyro_fed.levels(silos, ['{name}']), then levels.encode(silo) for each silo."
+            f"numpyro_fed.levels(silos, ['{name}']), then levels.encode(silo) for each silo. For "
+            "the model of a formula f, f.silo(table, new=True) makes the data of new rows."
         )
     else:
         way = (

@@ -23,7 +23,7 @@ from jax.scipy.special import ndtri
 
 from numpyro_fed.basics.errors import ModelError, optional
 from numpyro_fed.data.tables import Levels
-from numpyro_fed.formulas.grammar import Grammar, names_in
+from numpyro_fed.formulas.grammar import Grammar, at_top, names_in
 
 PROTOTYPES = 400  # rows of the made-up table
 EXTRA = "formula"
@@ -206,6 +206,14 @@ def columns_read(grammar: Grammar) -> list[str]:
     """Return the columns that the terms of a formula read, without response and groups."""
     words = names_in(expressions(grammar)) | {s.column for s in grammar.smooths}
     return sorted(words | set(grammar.additions.values()))
+
+
+def terms_read(grammar: Grammar) -> list[str]:
+    """Return the columns of terms that have a coefficient: of no offset, no sum, no weight."""
+    terms = [
+        t for one in expressions(grammar) for t in at_top(one, "+") if not t.startswith("offset")
+    ]
+    return sorted(names_in(terms) | {s.column for s in grammar.smooths})
 
 
 def in_text(expression: str) -> str:

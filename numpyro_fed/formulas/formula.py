@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import keyword
 import linecache
-import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
 from typing import Any
 
 import numpy as np
 
-from numpyro_fed.basics.errors import DataError, DataWarning, ModelError, optional
-from numpyro_fed.data.tables import Levels
-from numpyro_fed.formulas.design import EXTRA, Agreed, Design, columns_read
-from numpyro_fed.formulas.grammar import SILO, Grammar, GroupEffect, parse
+from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.formulas.design import Agreed, Design, columns_read, terms_read
+from numpyro_fed.formulas.grammar import SILO, Grammar, parse
 from numpyro_fed.formulas.outcomes import OutcomeFamily, family_of
+from numpyro_fed.formulas.tables import (
+    as_frame,
+    check_kinds,
+    check_levels,
+    check_new_rows,
+    check_numbers,
+    complete_rows,
+    floats,
+    in_order,
+    is_numeric,
+    member_words,
+    named,
+    ordinal_range,
+    strings,
+    warn_of_missing,
+    warn_of_rare,
+    without_empty,
+)
 from numpyro_fed.formulas.text import WrittenText
 from numpyro_fed.methods.columns import levels, moments
 from numpyro_fed.rounds.federation import Federation
@@ -84,7 +99,13 @@ class Formula:
         Raises
         ------
         DataError
-            For columns that a table lacks, or that are no numbers.
+            For columns that a table lacks, or that are no numbers; for those that are numbers at
+            some silos and text at others, for numbers in text, and for dates.
+
+        Warns
+        -----
+        DataWarning
+            For columns that are the same at all rows of all silos.
         """
         grammar, ordinal, asked = self.grammar, self.distribution.ordinal, tables
         read = [*columns_read(grammar), *self.shared]
@@ -96,30 +117,37 @@ class Formula:
                     "categorical=[...]); C(...) and ordinal outcomes are agreed on tables alone."
                 )
         else:
-            frames = {f"silo {n}": self._frame(f"silo {n}", table) for n, table in _named(tables)}
+            frames = {f"silo {n}": self._frame(f"silo {n}", table) for n, table in named(tables)}
             for name, frame in frames.items():
                 self._check(name, frame, [*read, grammar.response])
-            asked = [frame[frame[read].notna().all(axis=1)] for frame in frames.values()]
+            own = {f"C_{c}" for c in grammar.factors}
+            check_kinds(frames, [c for c in read if c not in {*self.shared} | own])
+            asked = [frame[complete_rows(name, frame, read)] for name, frame in frames.items()]
             if categorical is None:
                 categorical = [c for c in read if self._is_categorical(c, asked)]
             nested = self._nested(asked)
             if ordinal:
-                first, categories = _ordinal([frame[grammar.response] for frame in asked])
+                first, categories = ordinal_range([frame[grammar.response] for frame in asked])
         categorical = [*dict.fromkeys([*categorical, *self.shared])]
         numeric = [c for c in read if c not in categorical]
         numeric += [] if ordinal else [grammar.response]
         of_levels, of_numbers = asked, asked
         if not isinstance(asked, Federation):
-            of_levels = [_strings(frame[categorical]) for frame in asked]
-            of_numbers = [{c: _floats(frame[c]) for c in numeric} for frame in asked]
+            of_levels = [strings(frame[categorical]) for frame in asked]
+            of_numbers = [{c: floats(frame[c]) for c in numeric} for frame in asked]
+            if isinstance(tables, Mapping):  # warnings have names
+                of_numbers = dict(zip(map(str, tables), of_numbers, strict=True))
         known = levels(of_levels, categorical, min_count=self.min_count) if categorical else None
         if known is not None and not isinstance(asked, Federation):
-            known = _in_order(_without_empty(known, of_levels), asked)
+            known = in_order(without_empty(known, of_levels), asked)
+        if known is not None:
+            check_levels(known, [c for c in read if c not in self.shared], self.formula)
         mean, sd = dict[str, float](), dict[str, float]()
         if numeric:
             found = moments(of_numbers, numeric)
             mean = {c: float(found.mean[c]) for c in numeric}
             sd = {c: float(found.sd[c]) for c in numeric}
+            check_numbers(mean, sd, terms_read(grammar), self.formula)
         self.agreed = Agreed(known, mean, sd, categories, first, nested)
         for name in ("written", "model"):
             self.__dict__.pop(name, None)
@@ -141,16 +169,18 @@ class Formula:
         Raises
         ------
         DataError
-            For columns that a table lacks, or that are no numbers.
+            For columns that a table lacks, or that are no numbers; for a silo of which no row has
+            all covariates.
 
         Warns
         -----
         DataWarning
             For rows that miss a covariate, which are left out. Those that miss the outcome stay.
+            For columns of which most rows have rare levels.
         """
         if self.agreed is None:
             self.agree(tables)
-        found = {name: self.silo(table, f"silo {name}") for name, table in _named(tables)}
+        found = {name: self.silo(table, f"silo {name}") for name, table in named(tables)}
         return found if isinstance(tables, Mapping) else list(found.values())
 
     def silo(
@@ -172,32 +202,32 @@ class Formula:
         Raises
         ------
         DataError
-            For columns that the table lacks, and members of groups that the silo ``of`` has not.
+            For columns that the table lacks, for members of groups that the silo ``of`` has not,
+            and for new rows that miss a covariate, which have no prediction.
         """
         written, response = self.written, self.grammar.response
         frame = self._frame(name, table)
         of_groups = [f for group in written.own_groups for f in group.factors if f != SILO]
         read = [*columns_read(self.grammar), *self.shared, *of_groups]
         self._check(name, frame, read if new else [*read, response])
-        whole = frame[[*dict.fromkeys(read)]].notna().all(axis=1)
-        if missing := int((~whole).sum()):
-            warnings.warn(
-                f"{name}: {missing} of {len(frame)} rows miss a covariate, and are left out. To "
-                "model what is missing give the column a distribution in the text.",
-                category=DataWarning,
-                stacklevel=3,
-            )
+        if new:
+            check_new_rows(name, frame, read)
+        else:
+            whole = complete_rows(name, frame, read)
+            warn_of_missing(name, frame, whole, read, response)
             frame = frame[whole]
         known = written.design.agreed.levels
-        coded = frame if known is None else known.encode(_strings(frame[[*known]]), new=new)
+        if known is not None and not new:
+            warn_of_rare(name, strings(frame[[*known]]), known)
+        coded = frame if known is None else known.encode(strings(frame[[*known]]), new=new)
         found: dict[str, Any] = {}
         for column in written.columns:
             is_coded = known is not None and column in known
-            found[column] = np.asarray(coded[column]) if is_coded else _floats(frame[column])
+            found[column] = np.asarray(coded[column]) if is_coded else floats(frame[column])
         for columns in written.computed:
             found[columns.expression] = written.design.evaluated(frame, coded, columns)
         for group in written.own_groups:
-            words, code = _member_words(frame, group), written.codes_of(group)
+            words, code = member_words(frame, group), written.codes_of(group)
             members = np.unique(words)
             if new and of is not None:
                 members = self._members_of(of)[code]
@@ -224,7 +254,7 @@ class Formula:
                 self._members[name.removeprefix("silo ")][argument] = known_above
         found = {argument: found[argument] for argument in written.arguments}
         if not new:
-            y = _floats(frame[response]) - written.design.agreed.first
+            y = floats(frame[response]) - written.design.agreed.first
             is_code = self.distribution.ordinal and not np.isnan(y).any()
             found[response] = y.astype(np.int32) if is_code else y
         return found
@@ -279,7 +309,7 @@ class Formula:
             if {*columns} - {*frame}:  # of which the silo's own data will tell
                 return frozenset()
             whole = frame[frame[columns].notna().all(axis=1)]
-            words = {factors: _member_words(whole, g) for factors, g in groups.items()}
+            words = {factors: member_words(whole, g) for factors, g in groups.items()}
             number = {factors: len(np.unique(w)) for factors, w in words.items()}
             for inner, outer in sorted(possible):
                 pairs = np.unique(np.stack([words[inner], words[outer]]), axis=1)
@@ -295,105 +325,35 @@ class Formula:
             return True
         if column in self.grammar.additions.values():
             return False
-        kinds = [_is_numeric(frame[column], also_bool=True) for frame in frames]
-        bools = [not _is_numeric(frame[column]) for frame in frames]
+        kinds = [is_numeric(frame[column], also_bool=True) for frame in frames]
+        bools = [not is_numeric(frame[column]) for frame in frames]
         return not all(kinds) or all(bools)
 
     def _frame(self, name: str, table: Any) -> Any:
-        """Return a table as a DataFrame, with a column of strings for each C(...)."""
-        pandas = optional("pandas", EXTRA)
-        try:
-            frame = pandas.DataFrame(table.to_pandas() if hasattr(table, "to_pandas") else table)
-        except ValueError as error:
-            raise DataError(
-                f"{name}: expected a DataFrame or a dict of columns: {error}"
-            ) from error
-        own = [c for c in self.grammar.factors if c in frame]
-        return frame.assign(**{f"C_{c}": _strings(frame[[c]])[c] for c in own})
+        """Return a table as a DataFrame, with what the formula makes of its columns."""
+        columns = [*columns_read(self.grammar), self.grammar.response]
+        return as_frame(name, table, columns, self.grammar.factors)
 
     def _check(self, name: str, frame: Any, columns: Sequence[str]) -> None:
         for column in columns:
             if column not in frame:
                 raise DataError(f"{name}: the table lacks '{column}'. It has {[*frame]}.")
-            if column == self.grammar.response and not _is_numeric(frame[column], also_bool=True):
+            if column == self.grammar.response and not is_numeric(frame[column], also_bool=True):
                 raise DataError(
                     f"{name}, '{column}': an outcome is a number, 0 or 1 for no or yes; got "
                     f"{frame[column].dtype}."
                 )
+            agreed = self.agreed is not None and column in self.agreed.mean
+            if agreed and not is_numeric(frame[column], also_bool=True):
+                raise DataError(
+                    f"{name}, '{column}': silos have agreed on numbers, got "
+                    f"{frame[column].dtype}: pandas.to_numeric(df['{column}'], errors=\"coerce\")."
+                )
         for word, column in self.grammar.additions.items():
-            if column not in frame or not _is_numeric(frame[column], also_bool=True):
+            if column not in frame or not is_numeric(frame[column], also_bool=True):
                 raise DataError(f"{name}: {word}({column}) is a column of numbers.")
             if word == "cens" and not frame[column].dropna().isin([0, 1]).all():
                 raise DataError(f"{name}, '{column}': 1 where a time is a lower bound, else 0.")
-
-
-def _member_words(frame: Any, group: GroupEffect) -> np.ndarray:
-    """Return the member of a group of each row (rows,), as one string."""
-    own = _strings(frame[[f for f in group.factors if f != SILO]]).agg(":".join, axis=1)
-    words: np.ndarray = own.to_numpy().astype(str)
-    return words
-
-
-def _named(tables: Any) -> list[tuple[Any, Any]]:
-    return list(tables.items() if isinstance(tables, Mapping) else enumerate(tables))
-
-
-def _is_numeric(column: Any, *, also_bool: bool = False) -> bool:
-    types = optional("pandas", EXTRA).api.types
-    is_bool = types.is_bool_dtype(column.dtype)
-    return bool(types.is_numeric_dtype(column.dtype) and (also_bool or not is_bool))
-
-
-def _floats(column: Any) -> np.ndarray:
-    values: np.ndarray = column.to_numpy(dtype=float, na_value=np.nan)
-    return values
-
-
-def _without_empty(known: Levels, frames: Sequence[Any]) -> Levels:
-    """Return levels without the one of rare ones, where no row is in it."""
-    names = dict(known.names)
-    for column, own in names.items():
-        found = {name for frame in frames for name in frame[column]}
-        if known.other in own and found <= {*own}:
-            names[column] = tuple(name for name in own if name != known.other or name in found)
-    return replace(known, names=names)
-
-
-def _strings(frame: Any) -> Any:
-    """Return a table's categories as strings; whole numbers are the same in any type."""
-
-    def word(value: object) -> str:
-        is_whole = isinstance(value, float | np.floating) and float(value).is_integer()
-        return str(int(value)) if is_whole else str(value)  # type: ignore[call-overload]
-
-    return frame.apply(lambda column: column.astype(object).map(word, na_action="ignore"))
-
-
-def _in_order(known: Levels, frames: Sequence[Any]) -> Levels:
-    """Return levels in their order: that of numbers, or of ordered categories."""
-    names = dict(known.names)
-    for column, own in names.items():
-        last = own[-1:] if own[-1] == known.other else ()
-        rest = own[: len(own) - len(last)]
-        orders = {tuple(getattr(frame[column].dtype, "categories", ())) for frame in frames}
-        ordered = all(getattr(frame[column].dtype, "ordered", False) for frame in frames)
-        if ordered and len(orders) == 1:
-            (order,) = orders
-            places = {str(name): i for i, name in enumerate(order)}
-            rest = tuple(sorted(rest, key=lambda name: places.get(name, -1)))
-        elif all(re.fullmatch(r"-?\d+(\.\d+)?", name) for name in rest):
-            rest = tuple(sorted(rest, key=float))
-        names[column] = (*rest, *last)
-    return replace(known, names=names)
-
-
-def _ordinal(columns: Sequence[Any]) -> tuple[int, int]:
-    """Return the lowest category of an ordinal outcome, 0 or 1, and how many there are."""
-    values = np.concatenate([_floats(column.dropna()) for column in columns])
-    if (values % 1).any() or values.min() < 0:
-        raise DataError("an ordinal outcome has whole numbers, from 0 or from 1 on.")
-    first = int(values.min() > 0)
-    return first, int(values.max()) + 1 - first
 
 
 def formula(

@@ -61,15 +61,15 @@ def parse(formula: str) -> Grammar:
     left, *rest = formula.split("~")
     if len(rest) != 1 or not left.strip() or not rest[0].strip():
         raise ModelError(f"{formula!r} is no formula such as 'y ~ x + (1 | silo)'.")
-    response, *words = _at_top(left, "|")
-    additions = dict(_addition(word, formula) for word in _at_top("+".join(words), "+") if word)
+    response, *words = at_top(left, "|")
+    additions = dict(_addition(word, formula) for word in at_top("+".join(words), "+") if word)
     if not response.isidentifier():
         raise ModelError(
             f"the response {response!r} of {formula!r} is no column. Compute it in the table "
             "before (log_y, say)."
         )
     common, groups, smooths = list[str](), list[GroupEffect](), list[Smooth]()
-    for term in _at_top(rest[0], "+"):
+    for term in at_top(rest[0], "+"):
         inner = term[1:-1] if _is_enclosed(term) else ""
         if "|" in inner:
             for effect in _group_effects(inner):
@@ -106,7 +106,7 @@ def _addition(word: str, formula: str) -> tuple[str, str]:
 def _group_effects(inner: str) -> list[GroupEffect]:
     """Return the effects of ``expression | group``; of nested groups ``a/b`` those of a and a:b."""
     bars = "||" if "||" in inner else "|"
-    expression, *groups = _at_top(inner, bars)
+    expression, *groups = at_top(inner, bars)
     if len(groups) != 1:
         raise ModelError(f"the group effect ({inner}) has more than one bar.")
     nested = [part.strip() for part in groups[0].split("/")]
@@ -121,10 +121,10 @@ def _group_effects(inner: str) -> list[GroupEffect]:
 
 def _is_enclosed(term: str) -> bool:
     """Return whether a term is one pair of parentheses with all in it."""
-    return term.startswith("(") and len(_at_top(term, ")", opening=False)) == 2
+    return term.startswith("(") and len(at_top(term, ")", opening=False)) == 2
 
 
-def _at_top(text: str, mark: str, *, opening: bool = True) -> list[str]:
+def at_top(text: str, mark: str, *, opening: bool = True) -> list[str]:
     """Return the parts of a text between marks that stand in no parentheses."""
     parts, depth, start, i = list[str](), 0, 0, 0
     while i < len(text):
