@@ -93,7 +93,7 @@ class PrivateKey:
 
     @property
     def fingerprint(self) -> str:
-        """Return the digest of the public key, as policies name it: ``SHA256:`` and 43 letters."""
+        """Return the digest of the public key, ``SHA256:`` and 43 letters, as policies name it."""
         return fingerprint_of(self.public)
 
     @cached_property
