@@ -29,7 +29,7 @@ from numpyro_fed.fitting.steps import (
     exchanges_of_search,
 )
 from numpyro_fed.posterior.corrected import Corrected
-from numpyro_fed.posterior.importance import AT_ONCE
+from numpyro_fed.posterior.importance import AT_ONCE, MIN_DRAWS_PER_GLOBAL
 from numpyro_fed.posterior.particles import MIN_EFFECTIVE, Particles, Tempered
 from numpyro_fed.posterior.posterior import Posterior
 from numpyro_fed.posterior.result import Result
@@ -57,9 +57,6 @@ TRIES_WITHOUT_JUDGE = 3
 ENOUGH_COUNT = 0.6
 # The name of the stage whose draws judge a correction that was chosen.
 JUDGED = "judged by new draws"
-# Effective draws for each global, from which on their covariance is a proposal. With one a
-# covariance is singular.
-MIN_DRAWS_PER_GLOBAL = 3
 # Times as many draws where tails decide: each time they look farther out.
 TAIL_FACTOR = 2
 

@@ -53,7 +53,13 @@ from numpyro_fed.vertical.result import SOULResult, VerticalResult
 from numpyro_fed.weigh.element_errors import ElementErrors, Rounding, moments
 from numpyro_fed.weigh.integration import Integration
 from numpyro_fed.weigh.log_likelihoods import Estimates, LogLikelihoodExchange
-from numpyro_fed.weigh.mixture import LocationScale, Mixture, root_of_draws
+from numpyro_fed.weigh.mixture import (
+    MIXTURE_FULL_UP_TO,
+    LocationScale,
+    Mixture,
+    matched,
+    root_of_draws,
+)
 from numpyro_fed.weigh.proposals import SHARE, Part, Pool, WideParts, wider_parts
 from numpyro_fed.weigh.weights import NO_WEIGHTS, Weights, replace_weightless
 
@@ -63,6 +69,9 @@ DRAWS = 100
 # Draws in an exchange: a compiled program serves any number of draws in multiples of it, and a
 # reply stays at 32 kB in double precision. More would need more memory at a silo.
 AT_ONCE = 4_000
+# Effective draws for each global, from which on their covariance is a proposal. With one a
+# covariance is singular.
+MIN_DRAWS_PER_GLOBAL = 3
 # Times that heavy draws are compared with their neighbours: each costs an exchange, and shows the
 # draws that become the heaviest after the last ones have lost their weight.
 MAX_CHECKS = 3
@@ -86,12 +95,18 @@ def importance_correct(
     *,
     wider: float = ...,
     accuracy: float = ...,
+    progress_bar: bool = ...,
 ) -> Corrected: ...
 
 
 @overload
 def importance_correct(
-    key: Array, result: VerticalResult, num_draws: int = ..., *, accuracy: float = ...
+    key: Array,
+    result: VerticalResult,
+    num_draws: int = ...,
+    *,
+    accuracy: float = ...,
+    progress_bar: bool = ...,
 ) -> VerticalCorrected: ...
 
 
@@ -103,6 +118,7 @@ def importance_correct(
     *,
     wider: float = SHARE,
     accuracy: float = TOLERANCE,
+    progress_bar: bool = True,
 ) -> Corrected | VerticalCorrected:
     r"""Weigh draws of the globals by the joint density of all silos, in one exchange.
 
@@ -124,7 +140,9 @@ def importance_correct(
     ----------
     key : jax.Array
     result : Result, Corrected or VerticalResult
-        A fit, under any bound; of a correction it is the fit that was corrected. Of a vertical one
+        A fit, under any bound; of a correction it is the fit that was corrected. One of
+        :func:`numpyro_fed.fit` goes on from the last mixture that was matched to weighted draws,
+        and its draws so far count as well, unless ``inner_draws`` says otherwise. Of a vertical one
         the latents of all parties are weighed, towards the model as it is written: clients send
         their predictors at ``num_draws`` draws, and ``inner_draws`` and ``wider`` have no meaning
         there.
@@ -143,6 +161,8 @@ def importance_correct(
     accuracy : float
         The number of sds to which means are to be right, and the share to which sds are. It
         decides whether the correction is ``.trusted``, not how many draws there are.
+    progress_bar : bool
+        Whether a call of more than two seconds shows that it goes on.
 
     Returns
     -------
@@ -179,6 +199,7 @@ def importance_correct(
     """
     positive_int("num_draws", num_draws)
     check_accuracy(accuracy)
+    before = _of_fit(result)
     if isinstance(result, Corrected):
         result = result.result
     if isinstance(result, SOULResult):
@@ -187,11 +208,17 @@ def importance_correct(
             "numpyro_fed.VFL."
         )
     if isinstance(result, VerticalResult):
-        return vertical_correct(key, result, num_draws, accuracy)
+        with in_sight("correction", shown=progress_bar):
+            return vertical_correct(key, result, num_draws, accuracy)
     if not 0 <= wider < 1:
         raise ValueError(f"wider must be a share in [0, 1), got {wider!r}.")
-    with precision(double=result.double), in_sight("correction"):
+    with precision(double=result.double), in_sight("correction", shown=progress_bar):
         check_weighable(result._fit)
+        own = None if before is None else _last_mixture(before)
+        if before is not None and own is not None:
+            earlier = before if inner_draws is None and before.pool is not None else None
+            args = key, result, num_draws, inner_draws, own
+            return correct_from(*args, wider=wider, accuracy=accuracy, earlier=earlier)
         integration = integration_of(result, inner_draws)
         fit, size = result._fit, min(num_draws, AT_ONCE)
         copy = result.start.copy if isinstance(result.start, Mode) else None
@@ -221,6 +248,22 @@ def importance_correct(
         log_weights = _log_ratio(log_joint, log_q)
         correction = weighing.correction(key, z_G, log_weights, log_joint, from_guide)
         return unless_interrupted(correction, interrupted, num_draws)
+
+
+def _of_fit(result: object) -> Corrected | None:
+    """Return the correction by which ``nf.fit`` has judged a result; None of another method."""
+    found = result._checked if isinstance(result, Result) else result
+    return found if isinstance(found, Corrected) and found.stages else None
+
+
+def _last_mixture(before: Corrected) -> Mixture | None:
+    """Return the mixture from which a correction of ``nf.fit`` has drawn, or one like its draws."""
+    if before.pool is not None:
+        return before.pool.mixtures[0]
+    # A file keeps draws and weights alone. Of too few a mixture would be narrower than the guide.
+    dim = before.z_G.shape[1]
+    many = 0 < dim <= MIXTURE_FULL_UP_TO and before.ess > MIN_DRAWS_PER_GLOBAL * dim
+    return matched(np.asarray(before.z_G), before.weights) if many else None
 
 
 def wider_parts_of(fit: CompiledMethod) -> tuple[Part, ...]:

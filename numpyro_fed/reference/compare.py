@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -332,6 +332,8 @@ def _pareto_k(result: Result | Corrected | NutsResult, key: Array) -> float:
     if isinstance(result, Corrected):
         return result.pareto_k
     # Fewer draws than a correction takes: k-hat alone is wanted.
+    if isinstance(result, Result):  # its guide, and not the mixtures by which nf.fit has judged it
+        result = replace(result, _checked=None)
     try:
         return importance_correct(key, result, num_draws=1_000, inner_draws=50).pareto_k
     except NonFiniteError:

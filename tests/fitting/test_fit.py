@@ -128,6 +128,30 @@ def test_comparison_with_nuts_takes_it(fitted):
     assert all((np.ravel(s["mean_error_sd"]) < 0.15).all() for s in sites.values())
 
 
+def test_more_draws_go_on_from_the_last_mixture_and_count_with_those_before(fitted):
+    quiet = dict(progress_bar=False)
+    before, few = fitted.corrected, len(fitted.corrected.weights)
+    again = nf.importance_correct(OTHER_KEY, fitted, 8_000, **quiet)
+    assert len(again.weights) == few + 8_000
+    assert again.pool.mixtures == (before.pool.mixtures[0], *before.pool.mixtures)
+    np.testing.assert_array_equal(again.pool.z_G[8_000:], before.pool.z_G)
+    np.testing.assert_array_equal(again.pool.log_joint[8_000:], before.pool.log_joint)
+    assert again.ess > before.ess
+    # A fit that was not good enough is its guide, judged by the mixtures.
+    run = replace(fitted.result, stages=fitted.stages, _checked=fitted)
+    same = nf.importance_correct(OTHER_KEY, run, 8_000, **quiet)
+    np.testing.assert_array_equal(same.weights, again.weights)
+    # A file keeps no mixtures: one like the draws takes their place.
+    loaded = nf.importance_correct(OTHER_KEY, replace(fitted, pool=None), **quiet)
+    (own,) = loaded.pool.mixtures
+    mean = before.weights @ before.z_G
+    np.testing.assert_allclose(own.moments.loc, mean, rtol=1e-3)
+    assert len(loaded.weights) == 4_000
+    assert loaded.reliable
+    # With other integrals the draws before are not weighed alike, and do not count.
+    assert len(nf.importance_correct(OTHER_KEY, fitted, 4_000, 1, **quiet).weights) == 4_000
+
+
 @pytest.mark.slow
 def test_parameters_without_a_prior_take_sfvi():
     model = models.level_and_scale(1000)
