@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Generator
+from contextlib import suppress
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -238,8 +239,10 @@ def check_audit_log(where: str, state: Path | None) -> Generator[Check, None, No
         words = f"{file.absolute()} cannot be written, so that the silo would refuse everything"
         yield Check(name, WRONG, f"{words}. Give its folder to the user who runs the silo.")
     # First what the silo knows, since a silo that runs adds to the file, and then counts.
-    kept = state is not None and (state / KEPT).exists()
-    known = lines_kept(Store(state)) if kept else 0
+    known = 0
+    if state is not None and (state / KEPT).exists():
+        with suppress(SavedStateError):  # of which the check of the folder says why
+            known = lines_kept(Store(state))
     try:
         number = check_audit(file)
     except DataError as error:

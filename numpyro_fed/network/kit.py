@@ -212,25 +212,44 @@ def check_server(kit: Kit) -> Generator[Check, None, float | None]:
         return None
     try:
         with connection, context.wrap_socket(connection, server_hostname=kit.host) as tls:
-            tls.sendall(GREETING)
-            said = tls.recv(4_096)
+            said, why = greeted(tls)
             date = http_date(said)
-            if said or kit.scheme != "http":
+            if why and (kit.scheme == "http" or "ALERT" in why):
+                yield refused(where, why)
+            else:
                 words = f"{where} is reached, and its certificate is of the kit's CA"
                 yield Check(name, OK, f"{words} ({tls.version()})")
-            else:
-                yield refused(where, "it ends the connection")
     except ssl.SSLCertVerificationError as error:
         words = f"the certificate at {where} is not one of the kit's CA ({error.verify_message})"
         yield Check(name, WRONG, f"{words}: another study's server, or something that breaks TLS.")
     except OSError as error:
-        why = getattr(error, "reason", None) or error.strerror or type(error).__name__
+        why = reason_of(error)
         words = f"{where} is reached, and there is no TLS with it ({why}): another service listens"
-        if "ALERT" in why:  # which is what the other side says of us
+        if "ALERT" in why:  # by which the other side says what it thinks of us
             yield refused(where, why)
         else:
             yield Check(name, WRONG, f"{words}, or a firewall cuts TLS. Ask the server's IT.")
     return date
+
+
+def greeted(tls: ssl.SSLSocket) -> tuple[bytes, str]:
+    """Return what a server says to a greeting, and why it says nothing; it may take its time.
+
+    With TLS 1.3 a server looks at our certificate after the handshake, and ends the connection.
+    """
+    try:
+        tls.sendall(GREETING)
+        said = tls.recv(4_096)
+        return said, "" if said else "it ends the connection"
+    except TimeoutError:
+        return b"", ""
+    except OSError as error:
+        return b"", reason_of(error)
+
+
+def reason_of(error: OSError) -> str:
+    """Return the few words that an error of a connection has for its reason."""
+    return getattr(error, "reason", None) or error.strerror or type(error).__name__
 
 
 def refused(where: str, why: str) -> Check:

@@ -316,6 +316,27 @@ def test_a_fault_is_named_by_its_cause(place, monkeypatch, capsys, fault, option
     assert "Smith" not in said  # what a row says
 
 
+def test_a_server_that_does_not_take_the_certificate(place, capsys):
+    expired(place, None)
+    _, said = doctor(capsys)
+    assert "does not take this kit's certificate" in said
+
+
+def test_a_service_without_tls_is_no_server(place, capsys):
+    with socket.create_server(("localhost", 0)) as other:
+        place.say_where("localhost", other.getsockname()[1])
+
+        def answer():
+            connection, _ = other.accept()
+            connection.sendall(b"220 mail")
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        status, said = doctor(capsys)
+    assert status == 1
+    assert "there is no TLS with it" in said
+
+
 def test_a_socket_at_which_nobody_listens():
     with short_folder() as folder, socket.socket(socket.AF_UNIX) as left:
         left.bind(f"{folder}/s")
