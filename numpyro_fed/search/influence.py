@@ -170,7 +170,9 @@ class SiloTable:
     shift : array (num_silos,)
         How far the mean of a global moves when the silo is left out, the farthest one, in its
         posterior standard deviations. A silo with much data, or the only one with some data, may
-        move it far and be right.
+        move it far and be right. NaN, "not known" in the table, where the log density of the others
+        has no peak near the posterior's mean, so that no mean of theirs can be told: another silo
+        may be the one that is wrong.
     conflict : array (num_silos,)
         The probability that a silo with rows of the same model disagrees with all others as much.
     flagged : tuple of int
@@ -223,10 +225,11 @@ class SiloTable:
     def __str__(self) -> str:
         who = names_or_numbers(self.names, len(self.shift))
         width = max(6, *map(len, who))
-        lines = [f"{'silo':>{width}} {'shift':>8} {'conflict':>9}"]
+        lines = [f"{'silo':>{width}} {'shift':>9} {'conflict':>9}"]
         for j, (shift, p) in enumerate(zip(self.shift, self.conflict, strict=True)):
             mark = "  contradicts the others" if j in self.flagged else ""
-            lines.append(f"{who[j]:>{width}} {shift:8.2f} {p:9.2g}{mark}")
+            told = "not known" if np.isnan(shift) else f"{shift:#.3g}".rstrip(".")
+            lines.append(f"{who[j]:>{width}} {told:>9} {p:#9.2g}{mark}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -294,9 +297,15 @@ def table_of(
     moved = gains - told_g @ step + np.einsum("i,jik,k->j", step, told_A, step) / 2
     gains = np.where(gains < 0, gains, np.maximum(moved, 0.0))
     sds = np.linalg.norm(root, axis=1)
+    # Precisions of the others that rounding of the silos' numbers cannot tell from none.
+    told = np.asarray(factors.silos.curvature).dtype
+    rounding = max(UNKNOWN, 10 * float(np.finfo(told).eps)) if told.kind == "f" else UNKNOWN
 
     def compared(j: int, kept: list[int]) -> tuple[np.ndarray, float]:
-        """Return how far the others' mean is from that with silo ``j``, and the log tail area."""
+        """Return how far the others' mean is from that with silo ``j``, and the log tail area.
+
+        The first is NaN where it cannot be told.
+        """
         others = [i for i in kept if i != j]
         cavity = whitened.cavity(others)
         # At the highest point of the kept factors; with all of them it is the origin.
@@ -304,6 +313,8 @@ def table_of(
         gradient = g[j] - A[j] @ top
         # Along a direction in which the others' log density is no peak, theirs is no parabola.
         values, axes = np.linalg.eigh(prior_A + A[others].sum(0))
+        lost = axes[:, values <= rounding]
+        is_known = (np.einsum("ik,ij,jk->k", lost, A[j], lost) <= NOTHING).all()
         axes = axes[:, values > (UNKNOWN if rows is None else NO_PEAK)]
         of_others = axes.T @ cavity @ axes
         known, directions = scipy.linalg.eigh(axes.T @ A[j] @ axes, of_others)
@@ -325,7 +336,8 @@ def table_of(
             # Student's t. With all directions together the tail is nearly that of F.
             below = len(others) * max(1.0, degrees / 2)
             tail = max(tail, f.logsf(distance / degrees, degrees, below))
-        return np.linalg.solve(cavity, gradient), float(tail)
+        move = np.linalg.solve(cavity, gradient)
+        return move if is_known else np.full_like(move, np.nan), float(tail)
 
     kept = list(range(len(g)))
     all_others = [compared(j, kept) for j in kept]

@@ -95,6 +95,23 @@ def test_a_silo_that_knows_nothing_moves_nothing():
     assert np.isfinite(table.shift).all()
 
 
+def test_a_shift_to_where_the_others_have_no_peak_is_not_known():
+    # Silo 0 alone makes a peak along the second global, where the others curve upwards.
+    curvature = np.stack([np.diag([4.0, 3.0]), np.diag([5.0, -1.5]), np.diag([6.0, 0.0])])
+    gradient = np.array([[1.0, 0.5], [-1.0, -0.5], [0.0, 0.0]])
+    silos = SiloPull(gradient, curvature, np.zeros(3))
+    table = table_of(Factors(silos, np.zeros(2), 0.01 * np.eye(2)))
+    assert np.isnan(table.shift).tolist() == [True, False, False]
+    # Without silo 1: the mean moves by -g / (precision of the others), in sds of all.
+    gap, sds = np.array([1 / 10.01, 0.5 / 3.01]), np.array([15.01, 1.51]) ** -0.5
+    np.testing.assert_allclose(table.shift[1], (gap / sds).max(), rtol=1e-6)
+    first, *lines = str(table).splitlines()
+    assert lines[0].split()[1:3] == ["not", "known"]
+    assert len({len(line) for line in (first, *lines)}) == 1
+    assert {len(line) for line in str(SiloTable([0.2, 2e9], [0.5, 1e-300])).splitlines()} == {26}
+    assert [t.get_text().strip() for t in table.plot().axes[0].texts] == ["not known"]
+
+
 @pytest.mark.slow
 def test_influence_of_hospital_effects_over_a_federation():
     def model(x, y=None):
