@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
-from flare_place import SERVER, SITES, USER, Place, of_folder
+from flare_place import ANALYST, SERVER, SITES, USER, Place, of_folder
 from record import table_row, write
 
 import numpyro_fed as nf
@@ -141,7 +141,7 @@ def fits() -> dict[str, object]:
     six_cities = load_file(EXAMPLE)
     data = [
         "import os",
-        "from numpyro_fed.network.cli import load_file",
+        "from numpyro_fed.network.study_files import load_file",
         "def silo():",
         f"    silos = load_file({str(EXAMPLE)!r}).silos({SIX_CITIES})",
         "    return silos[int(os.environ['NUMPYRO_FED_SILO'])]",
@@ -152,7 +152,9 @@ def fits() -> dict[str, object]:
         with Place(folder, EXAMPLE, file) as place:
             place.start_all()
             with Flare(place.kit(USER), SITES, patience=300) as engine:
-                there = nf.Federation(engine, names={"model": six_cities.model}, patience=300)
+                there = nf.Federation(
+                    engine, names={"model": six_cities.model}, patience=300, key=ANALYST
+                )
                 silos = {"over three sites": there, "in one process": six_cities.silos(SIX_CITIES)}
                 taken: dict[str, list[float]] = {name: [] for name in silos}
                 for key in range(6):

@@ -13,6 +13,7 @@ from numpyro_fed.network import PrivateKey
 SITES = ("hospital-1", "hospital-2", "hospital-3")
 USER = "analyst@university.org"
 SERVER = "localhost"  # also the address on which it listens: no other machine reaches it
+ANALYST = PrivateKey(bytes([1]) * 32)
 STUDY = Path(__file__).with_name("flare_study.py")
 # Rows are few, so that compiling is most of the time.
 POLICY = "min_rows = 1\nparameters_per_row = 10.0\n"
@@ -50,9 +51,8 @@ class Place:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         (self.folder / "project.yml").write_text(PROJECT.format(port=port))
-        self.key = PrivateKey.generate()
-        self.key.save(self.folder / "analyst.key")
-        rules = f'requesters = ["{self.key.fingerprint}"]\n{POLICY}'
+        ANALYST.save(self.folder / "analyst.key")
+        rules = f'requesters = ["{ANALYST.fingerprint}"]\n{POLICY}'
         (self.folder / "policy.toml").write_text(rules)
         self.call("nvflare.cli", "provision", "-p", "project.yml", "-w", "kits", "--force")
         self.allow(SERVER)

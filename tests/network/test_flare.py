@@ -11,7 +11,7 @@ import flare_study
 import jax
 import numpy as np
 import pytest
-from flare_place import SERVER, SITES, USER, Place
+from flare_place import ANALYST, SERVER, SITES, USER, Place
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError
@@ -47,7 +47,8 @@ def engine(place):
 
 
 def federation(engine, **options):
-    return nf.Federation(engine, names=vars(flare_study), patience=120, **options)
+    options |= dict(names=vars(flare_study), patience=120, key=ANALYST)
+    return nf.Federation(engine, **options)
 
 
 def check(found):
