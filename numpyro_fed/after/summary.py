@@ -7,6 +7,7 @@ entry, as ``ward[geriatrics]``, and an effect of a silo the silo's name, as ``u[
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -174,16 +175,26 @@ class FunctionsOfDraws(Questions):
         values = {name: jax.vmap(fn)(*(draws[argument] for argument in asked))}
         return Columns.of(self.run_behind, values, None, Labels.of(None, None)).summary(prob, None)
 
-    def ranks(self, site: str, key: Array | None = None, num_samples: int = 4_000) -> Any:
+    def ranks(
+        self,
+        site: str,
+        key: Array | None = None,
+        num_samples: int = 4_000,
+        *,
+        element: int | str | None = None,
+    ) -> Any:
         """Return how sure the order of silos' effects is, as a pandas DataFrame.
 
         Parameters
         ----------
         site : str
-            A latent with one number for each silo. The largest one has rank 1.
+            A latent with one row at each silo. The largest one has rank 1.
         key : jax.Array, optional
         num_samples : int
             The number of draws.
+        element : int or str, optional
+            Which of a silo's numbers is ranked, where it has several (an intercept and a slope): by
+            number, or by the name that the text gives to it.
 
         Returns
         -------
@@ -194,7 +205,8 @@ class FunctionsOfDraws(Questions):
         Raises
         ------
         ModelError
-            For a site that is no latent of silos, or has several numbers for a silo.
+            For a site that is no latent of silos or has several rows at one, and for an element
+            that it has not. Nothing is drawn before.
 
         Notes
         -----
@@ -218,13 +230,28 @@ class FunctionsOfDraws(Questions):
         ['Chur', 'Bern']
         """
         run, key = self.run_behind, jax.random.key(0) if key is None else key
-        draws = self.sample_posterior(key, num_samples, silo=ALL)
-        local = [s.name for s in run._fit.model.sites if s.is_local_latent]
+        local = {s.name: s for s in run._fit.model.sites if s.is_local_latent}
         if site not in local:
-            raise ModelError(f"{site!r} is no latent of silos: the model has {local}.")
-        values = np.asarray(draws[site]).reshape(num_samples, -1)
+            raise ModelError(f"{site!r} is no latent of silos: the model has {[*local]}.")
+        found, elsewhere = local[site], run._silos.elsewhere
+        rows = [] if elsewhere else [run._hosted(j).sizes_of(j) for j in range(run.num_silos)]
+        if any(size[found.plate or ""] != 1 for size in rows):
+            raise ModelError(f"'{site}' has several rows at a silo, and no single effect of it.")
+        number = math.prod(found.shape)
+        known = list(found.labels if len(found.labels) == number else range(number))
+        place = known.index(element) if element in known else element
+        if place is None and number > 1:
+            raise ModelError(
+                f"'{site}' has {number} numbers for each silo: say which is ranked, by "
+                f"ranks('{site}', element={known[0]!r}). They are {known}."
+            )
+        if place is not None and place not in range(number):
+            raise ModelError(f"'{site}' has no element {element!r}: it has {known}.")
+        draws = np.asarray(self.sample_posterior(key, num_samples, silo=ALL)[site])
+        values = np.moveaxis(draws, 1 + (found.axis or 0), 1)
+        values = values.reshape(*values.shape[:2], -1)[..., int(place or 0)]
         if values.shape[1] != run.num_silos:
-            raise ModelError(f"'{site}' has {values.shape[1]} numbers, and no single one a silo.")
+            raise ModelError(f"'{site}' has several rows at a silo, and no single effect of it.")
         names = list(names_or_numbers(run._silos.names, run.num_silos))
         rank = (-values).argsort(1).argsort(1) + 1
         low, high = np.quantile(rank, [0.05, 0.95], axis=0, method="nearest")
@@ -232,5 +259,4 @@ class FunctionsOfDraws(Questions):
             **{"mean": rank.mean(0), "5%": low, "95%": high},
             **{"P(first)": (rank == 1).mean(0), "P(last)": (rank == rank.shape[1]).mean(0)},
         }
-        found = optional("pandas").DataFrame(table, index=names)
-        return found.sort_values("mean")
+        return optional("pandas").DataFrame(table, index=names).sort_values("mean")

@@ -312,7 +312,7 @@ def conflicts(
         ax.barh(range(k), lengths, height=0.7, color=colours)
         ax.set_yticks(range(k), labels if ax is left else [""] * k)
         ax.set_ylim(k - 0.4, -0.6)
-    for j in np.flatnonzero(np.isnan(shift)):
+    for j in np.flatnonzero(np.isnan(shift)).tolist():
         left.text(0, j, " not known", va="center")
     if k > MOST_LINES:
         left.set_yticks([])

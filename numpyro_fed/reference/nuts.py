@@ -86,7 +86,7 @@ def run_nuts(
         do.
     target_accept_prob : float
     progress_bar : bool
-        NumPyro's progress bar.
+        NumPyro's progress bar, and whether questions to the result that take long show it.
 
     Returns
     -------
@@ -192,7 +192,9 @@ def run_nuts(
     )
     thetas = [{**shared, **theta} for theta in private]
     local_sites = cache(partial(_local_sites, fm, read, sizes, draws, thetas))
-    result = NutsResult(globals_, int(divergences), local_sites, rounded, run)
+    result = NutsResult(
+        globals_, int(divergences), local_sites, rounded, run, shows_progress=progress_bar
+    )
     if num_samples >= MIN_SAMPLES and not result.accurate:
         warnings.warn(f"NUTS: {result.report()}", category=ConvergenceWarning, stacklevel=2)
     return result

@@ -135,6 +135,7 @@ class NutsResult(Posterior):
     _rounded: str = field(default="", repr=False)  # why the precision does not hold the posterior
     _run: PooledRun | None = field(default=None, repr=False)
     _in_order: bool = field(default=False, repr=False)  # draws are all of them, for any key
+    shows_progress: bool = field(default=True, repr=False)  # of calls that take long
 
     @property
     def run_behind(self) -> PooledRun:

@@ -113,6 +113,38 @@ def test_a_quantity_and_ranks_are_those_of_the_draws(fitted):
         fitted.ranks("of_ward")
 
 
+def line_of_silo(x, y):
+    with nf.silo_plate("hospital", 1):
+        law = dist.Normal(0, 2).expand([2]).to_event(1)
+        u = numpyro.sample("u", law, infer={"labels": ["level", "slope"]})
+    with nf.silo_plate("row", len(y)):
+        e = numpyro.sample("e", dist.Normal(0, 0.1))
+        numpyro.sample("y", dist.Normal(u[0, 0] + u[0, 1] * x + e, 1), obs=y)
+
+
+def test_ranks_of_an_effect_of_several_numbers_take_one_of_them(monkeypatch):
+    x = np.linspace(-1, 1, 6)
+    silos = {name: dict(x=x, y=a + b * x) for name, a, b in (("A", 2, -1), ("B", 0, 3))}
+    nuts = nf.run_nuts(KEY, line_of_silo, silos, num_warmup=50, num_samples=60, progress_bar=False)
+    assert not nuts.shows_progress
+    u = np.asarray(nuts.sample_posterior(KEY, 50, silo="all")["u"])
+    for element, i in (("level", 0), ("slope", 1), (0, 0), (1, 1)):
+        table = nuts.ranks("u", KEY, 50, element=element)
+        first = (u[..., i].argmax(1)[:, None] == [0, 1]).mean(0)
+        np.testing.assert_allclose(table.loc[["A", "B"], "P(first)"], first)
+    # What cannot be ranked is refused before anything is drawn.
+    monkeypatch.setattr(type(nuts), "sample_posterior", None)
+    for ask, words in (
+        (dict(site="u"), r"'u' has 2 numbers.*ranks\('u', element='level'\).*'slope'"),
+        (dict(site="u", element="age"), r"no element 'age'.*'level', 'slope'"),
+        (dict(site="u", element=2), r"no element 2"),
+        (dict(site="e"), "'e' has several rows at a silo"),
+        (dict(site="mu"), "'mu' is no latent of silos"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            nuts.ranks(**ask)
+
+
 def test_a_mean_that_does_not_exist_is_no_number():
     def ratio(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
