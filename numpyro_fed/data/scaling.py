@@ -14,7 +14,6 @@ sample variance". Sums of squares would lose the sd of numbers far from zero.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_fed.basics.errors import DataError, DataWarning
+from numpyro_fed.basics.errors import DataError, DataWarning, warn_user
 from numpyro_fed.data.silo_data import is_leaf
 from numpyro_fed.data.tables import (
     SiloInput,
@@ -206,12 +205,11 @@ def united(owners: Sequence[str], parts: Sequence[Scaling]) -> Scaling:
             own = ", ".join(f"{owners[j]} has the mean {mean[j]:.4g}" for j in far)
             low, high = (f"{f(mean[others]):.4g}" for f in (np.min, np.max)) if others else ("", "")
             rest = f", where others have {low if low == high else f'{low} to {high}'}"
-            warnings.warn(
+            warn_user(
                 f"{where}: {own}{rest if others else ''} (sds within silos: "
                 f"{sd[count > 0].min():.3g} to {sd.max():.3g}). Is it in other units there, or "
                 "coded otherwise? Then mend it there; if it is meant so, leave it.",
-                category=DataWarning,
-                stacklevel=3,
+                DataWarning,
             )
     return reduce(_together, parts)
 

@@ -6,6 +6,7 @@ import keyword
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from itertools import permutations
 from typing import Any
@@ -19,9 +20,8 @@ from numpyro_fed.formulas.outcomes import OutcomeFamily, family_of
 from numpyro_fed.formulas.tables import (
     as_frame,
     check_kinds,
-    check_levels,
     check_new_rows,
-    check_numbers,
+    check_terms,
     complete_rows,
     floats,
     in_order,
@@ -32,6 +32,7 @@ from numpyro_fed.formulas.tables import (
     strings,
     warn_of_missing,
     warn_of_rare,
+    warn_of_silos,
     without_empty,
 )
 from numpyro_fed.formulas.text import WrittenText
@@ -126,6 +127,8 @@ class Formula:
             if categorical is None:
                 categorical = [c for c in read if self._is_categorical(c, asked)]
             nested = self._nested(asked)
+            own_groups = {g.factors[0] for g in grammar.groups if len(g.factors) == 1}
+            warn_of_silos(asked, sorted(own_groups - {SILO, *self.shared}))
             if ordinal:
                 first, categories = ordinal_range([frame[grammar.response] for frame in asked])
         categorical = [*dict.fromkeys([*categorical, *self.shared])]
@@ -139,16 +142,15 @@ class Formula:
                 of_numbers = dict(zip(map(str, tables), of_numbers, strict=True))
         known = levels(of_levels, categorical, min_count=self.min_count) if categorical else None
         if known is not None and not isinstance(asked, Federation):
-            known = in_order(without_empty(known, of_levels), asked)
-        if known is not None:
-            check_levels(known, [c for c in read if c not in self.shared], self.formula)
+            known = in_order(without_empty(known, of_levels), asked, grammar.references)
         mean, sd = dict[str, float](), dict[str, float]()
         if numeric:
             found = moments(of_numbers, numeric)
             mean = {c: float(found.mean[c]) for c in numeric}
             sd = {c: float(found.sd[c]) for c in numeric}
-            check_numbers(mean, sd, terms_read(grammar), self.formula)
-        self.agreed = Agreed(known, mean, sd, categories, first, nested)
+        agreed = Agreed(known, mean, sd, categories, first, nested)
+        check_terms(agreed, terms_read(grammar), self.formula)
+        self.agreed = agreed
         for name in ("written", "model"):
             self.__dict__.pop(name, None)
         return self.agreed
@@ -337,7 +339,9 @@ class Formula:
     def _check(self, name: str, frame: Any, columns: Sequence[str]) -> None:
         for column in columns:
             if column not in frame:
-                raise DataError(f"{name}: the table lacks '{column}'. It has {[*frame]}.")
+                close = get_close_matches(column, map(str, frame), 1)
+                hint = f" Did you mean '{close[0]}'?" if close else ""
+                raise DataError(f"{name}: the table lacks '{column}'. It has {[*frame]}.{hint}")
             if column == self.grammar.response and not is_numeric(frame[column], also_bool=True):
                 raise DataError(
                     f"{name}, '{column}': an outcome is a number, 0 or 1 for no or yes; got "
@@ -376,15 +380,16 @@ def formula(
         distribution and are correlated, unless they stand before ``||``; ``a/b`` are groups b
         within a, whose effects have that of a for a mean. The group ``silo`` is the silo
         itself; the members of others belong to one silo each, unless the group is ``shared``.
-        Terms may have ``log``, ``exp``, ``sqrt``, ``I()``, ``C()``, ``bs``, ``poly``,
-        ``center`` and ``offset()``; ``s(x)`` is a smooth function, a Gaussian process by basis
-        functions. Beside the response stand ``y | trials(n)``, ``y | cens(c)`` (1 where the
-        time is only a lower bound) and ``y | weights(w)``.
+        Terms may have ``log``, ``exp``, ``sqrt``, ``I()``, ``C()``, ``C(x, Treatment("a"))`` with
+        the reference level, ``bs``, ``poly``, ``center`` and ``offset()``; ``s(x)`` is a smooth
+        function, a Gaussian process by basis functions. Beside the response stand
+        ``y | trials(n)``, ``y | cens(c)`` (1 where the time is only a lower bound) and
+        ``y | weights(w)``.
     family : str
         ``"gaussian"``, ``"student"``, ``"bernoulli"``, ``"binomial"``, ``"poisson"``,
         ``"negbinomial"``, ``"zero_inflated_poisson"``, ``"zero_inflated_negbinomial"``,
-        ``"gamma"``, ``"beta"``, ``"exponential"``, ``"weibull"`` or ``"cumulative"`` (ordinal), in
-        brms' links.
+        ``"gamma"``, ``"lognormal"``, ``"beta"``, ``"exponential"``, ``"weibull"`` or
+        ``"cumulative"`` (ordinal), in brms' links.
     priors : dict of str to str, optional
         Priors as text, by the name of the site: ``{"b": "dist.Normal(0, 1).expand([2])
         .to_event(1)", "sd_silo": "dist.HalfNormal(0.5)"}``, and ``"sd"`` for all sds of groups.
@@ -417,7 +422,7 @@ def formula(
     are half normal, of 2.5, or of 1 where the group is the silo, since few silos say little.
     These are rstanarm's, but for the last. The deterministic site ``"mean"`` is the mean of
     each row's outcome (of a binomial one its share), for ``average``. Levels stand in the order
-    of numbers, of ordered categories if all silos have the same, or of the alphabet; the first
+    of numbers, of categories (pandas') if all silos have the same, or of the alphabet; the first
     one is the reference. Groups that are nested in all tables are written as ``a/b``; over a
     federation, where nobody sees that, say so.
 

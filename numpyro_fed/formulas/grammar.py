@@ -14,6 +14,11 @@ from numpyro_fed.basics.errors import ModelError
 
 SILO = "silo"  # the group of a formula that is the silo itself
 ADDITIONS = "trials", "cens", "weights"
+# C(x), or with a level: C(x, Treatment('a')), C(x, Treatment(reference='a')), C(x, reference='a').
+CATEGORY = re.compile(
+    r"""\bC\(\s*(\w+)\s*(?:,\s*(?:Treatment\(\s*)?(?:ref(?:erence)?\s*=\s*)?"""
+    r"""['"]?([^'"()]+?)['"]?\s*\)?\s*)?\)"""
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Grammar:
     groups: tuple[GroupEffect, ...] = ()
     smooths: tuple[Smooth, ...] = ()
     factors: tuple[str, ...] = ()  # columns of C(...), whatever their type
+    references: dict[str, str] = field(default_factory=dict)  # their first levels, of C_x
 
 
 def parse(formula: str) -> Grammar:
@@ -69,7 +75,16 @@ def parse(formula: str) -> Grammar:
             "before (log_y, say)."
         )
     common, groups, smooths = list[str](), list[GroupEffect](), list[Smooth]()
-    for term in at_top(rest[0], "+"):
+    categories = CATEGORY.findall(rest[0])
+    right = CATEGORY.sub(r"C_\1", rest[0])
+    references = {f"C_{column}": level for column, level in categories if level}
+    if found := re.search(r"\b(C|ns)\([^+]*[^+ ]", right):
+        known = {
+            "C": "C(x) and C(x, Treatment('a')) are",
+            "ns": "of splines bs(x, df=5) and s(x) are",
+        }
+        raise ModelError(f"{found[0]!r} is not known: {known[found[1]]}.")
+    for term in at_top(right, "+"):
         inner = term[1:-1] if _is_enclosed(term) else ""
         if "|" in inner:
             for effect in _group_effects(inner):
@@ -85,12 +100,10 @@ def parse(formula: str) -> Grammar:
             )
         else:
             common.append(term)
-    as_factor, words_of_common = list[str](), " + ".join(common) or "1"
-    for column in re.findall(r"\bC\(\s*(\w+)\s*\)", words_of_common):
-        as_factor.append(column)
-    words_of_common = re.sub(r"\bC\(\s*(\w+)\s*\)", r"C_\1", words_of_common)
-    factors = tuple(dict.fromkeys(as_factor))
-    return Grammar(response, words_of_common, additions, tuple(groups), tuple(smooths), factors)
+    words_of_common = " + ".join(common) or "1"
+    factors = tuple(dict.fromkeys(column for column, _ in categories))
+    parts = response, words_of_common, additions, tuple(groups), tuple(smooths)
+    return Grammar(*parts, factors, references)
 
 
 def _addition(word: str, formula: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from numpyro_fed.basics.errors import ModelError
 class OutcomeFamily:
     """A distribution of outcomes given the linear predictor ``eta``, in its usual link.
 
-    ``link``: How the mean is computed of ``eta``: the identity, log or logit.
+    ``link``: How the mean, or the median, is computed of ``eta``: the identity, log or logit.
     ``likelihood``: The distribution, as text.
     ``mean``: The mean of an outcome, as text; empty if it has none to average.
     ``parameters``: Further parameters and their priors, as text, in which ``{s}`` stands for the
@@ -68,6 +68,13 @@ FAMILIES = {
         "dist.Gamma(shape, shape * jnp.exp(-eta))",
         "jnp.exp(eta)",
         (("shape", "dist.HalfNormal(20.0)"),),
+    ),
+    "lognormal": OutcomeFamily(
+        "log",
+        "dist.LogNormal(eta, sigma)",
+        "jnp.exp(eta + sigma**2 / 2)",
+        (("sigma", "dist.HalfNormal({s})"),),
+        allows=("cens",),
     ),
     "beta": OutcomeFamily(
         "logit",

@@ -25,7 +25,7 @@ from numpyro_fed.data.descriptions import (
     kind_and_values,
 )
 from numpyro_fed.data.tables import Levels, is_frame
-from numpyro_fed.formulas.design import EXTRA
+from numpyro_fed.formulas.design import EXTRA, Agreed
 from numpyro_fed.formulas.grammar import SILO, GroupEffect
 
 # Text of which so many different values are numbers, those of half of the rows or more, is one of
@@ -111,33 +111,35 @@ def check_kinds(frames: Mapping[str, Any], columns: Sequence[str]) -> None:
             )
 
 
-def check_levels(levels: Levels, columns: Sequence[str], formula: str) -> None:
-    """Warn of columns of one level, and raise an error where all levels are the rare ones'."""
-    for column, names in levels.names.items():
-        if names == (levels.other,):
+def check_terms(agreed: Agreed, columns: Sequence[str], formula: str) -> None:
+    """Warn of columns that are the same at all rows, and raise an error for all rare levels."""
+    same = {c: f"{agreed.mean[c]:g}" for c in agreed.mean if agreed.sd[c] == 0}
+    for column, names in agreed.names.items():
+        same |= {column: f"'{names[0]}'"} if len(names) == 1 else {}
+        if agreed.levels is not None and names == (agreed.levels.other,):
             raise DataError(
-                f"'{column}': each of its levels has fewer than {levels.min_count} rows at each "
-                f"silo, and all are '{levels.other}', so that nothing is left of it. Join levels, "
-                "or lower formula(min_count=). Is it a number, written as text?"
+                f"'{column}': each level has fewer than {agreed.levels.min_count} rows at each "
+                f"silo, and all are '{names[0]}', so that nothing is left of the column. Join "
+                "levels, or lower formula(min_count=). Is it a number, written as text?"
             )
-        if len(names) == 1 and column in columns:
-            warn_user(
-                f"'{column}' is '{names[0]}' at all rows of all silos: its effect is left out of "
-                f"{formula!r}.",
-                DataWarning,
-            )
-
-
-def check_numbers(
-    mean: Mapping[str, float], sd: Mapping[str, float], columns: Sequence[str], formula: str
-) -> None:
-    """Warn of columns with a coefficient that have one number at all rows of all silos."""
-    for column in (c for c in columns if c in sd and sd[c] == 0):
+    for column in (c for c in columns if c in same):
         warn_user(
-            f"'{column}' is {mean[column]:g} at all rows of all silos: its effect cannot be told "
-            f"from an intercept. Leave it out of {formula!r}.",
+            f"'{column}' is {same[column]} at all rows of all silos, which tells nothing of its "
+            f"effect: leave it out of {formula!r}.",
             DataWarning,
         )
+
+
+def warn_of_silos(frames: Sequence[Any], columns: Sequence[str]) -> None:
+    """Warn of groups that are the silo by another name."""
+    for column in columns:
+        own = [[*frame[column].dropna().unique()] if column in frame else [] for frame in frames]
+        if len(own) > 1 and all(len(o) == 1 for o in own) and len({o[0] for o in own}) == len(own):
+            warn_user(
+                f"the group '{column}' is the silo: each table has one, and another. Write "
+                "(... | silo), whose prior is that of few groups, and whose effects need no rows.",
+                DataWarning,
+            )
 
 
 def complete_rows(name: str, frame: Any, columns: Sequence[str]) -> Any:
@@ -238,7 +240,7 @@ def _categories(column: Any) -> tuple[str, ...]:
     return tuple(map(_word, getattr(column.dtype, "categories", ())))
 
 
-def in_order(known: Levels, frames: Sequence[Any]) -> Levels:
+def in_order(known: Levels, frames: Sequence[Any], references: Mapping[str, str]) -> Levels:
     """Return levels in their order: that of categories all silos have alike, or of numbers."""
     names = dict(known.names)
     for column, own in names.items():
@@ -249,7 +251,11 @@ def in_order(known: Levels, frames: Sequence[Any]) -> Levels:
             rest = tuple(sorted(rest, key=order.index))
         elif all(re.fullmatch(r"-?\d+(\.\d+)?", name) for name in rest):
             rest = tuple(sorted(rest, key=float))
-        names[column] = (*rest, *last)
+        if (first := references.get(column, own[0])) not in own:
+            raise DataError(f"C({column[2:]}, ...): '{first}' is none of the levels {[*own]}.")
+        # The level of a reference comes first.
+        chosen = (first,) if column in references else ()
+        names[column] = (*chosen, *(name for name in (*rest, *last) if name not in chosen))
     return replace(known, names=names)
 
 

@@ -284,18 +284,20 @@ class WrittenText:
             yield f"sd_{name} = {self._site(f'sd_{name}', words, labels)}"
             each = f"dist.Normal({mean}, sd_{name}).to_event(1)"
             if group.correlated:
-                yield self._sample(f"cor_{name}", f"dist.LKJCholesky({k}, 1.0)")
-                root = f"scale_tril=sd_{name}[:, None] * cor_{name}"
+                yield self._sample(f"L_{name}", f"dist.LKJCholesky({k}, 1.0)")
+                below = "1, 0" if k == 2 else f"jnp.tril_indices({k}, -1)"
+                yield f'numpyro.deterministic("cor_{name}", (L_{name} @ L_{name}.T)[{below}])'
+                root = f"scale_tril=sd_{name}[:, None] * L_{name}"
                 means = "" if above is None else f"{mean}, "
                 each = f"dist.MultivariateNormal({means}{root})"
         if group.factors[0] not in self.shared:
             size = "1" if group.factors == (SILO,) else self.size_of(group)
             yield f'with nf.silo_plate("{group.group}", {size}):'
-            yield f'    r_{name} = numpyro.sample("r_{name}", {each})'
+            yield f"    r_{name} = {self._site(f'r_{name}', each, labels if k > 1 else ())}"
             return
         members = list(self.design.agreed.names[group.factors[0]])
         yield f'with numpyro.plate("{name}s", {len(members)}):'
-        yield f"    r_{name} = {self._site(f'r_{name}', each, members if k == 1 else ())}"
+        yield f"    r_{name} = {self._site(f'r_{name}', each, members if k == 1 else labels)}"
 
     def _index(self, group: GroupEffect) -> str:
         """Return the argument that has the member of each row; 0 for the silo."""

@@ -178,9 +178,9 @@ def _read_sample(site: dict[str, Any], plate: str | None, is_summed_out: bool) -
             f"site '{name}' has the support {fn.support}, to which NumPyro has no bijection from "
             "unconstrained space. Reparametrise it (numpyro.handlers.reparam)."
         ) from error
+    support, value_shape = _support_name(fn.support), jnp.shape(site["value"])
+    labels = tuple(map(str, site["infer"].get("labels", ())))
     if plate is None:
-        support, value_shape = _support_name(fn.support), jnp.shape(site["value"])
-        labels = tuple(map(str, site["infer"].get("labels", ())))
         if labels and (not value_shape or len(labels) != value_shape[-1]):
             raise ModelError(
                 f"site '{name}' has {len(labels)} labels, and its value the shape {value_shape}: "
@@ -190,7 +190,9 @@ def _read_sample(site: dict[str, Any], plate: str | None, is_summed_out: bool) -
             name, "latent", None, shape, support=support, event_dim=fn.event_dim, labels=labels
         )
     row_shape, axis = _without_rows(site, shape, plate)
-    return Site(name, "latent", plate, row_shape, axis, support=_support_name(fn.support))
+    # Of a latent of rows, the last axis is another than that of rows.
+    labels = labels if fn.event_dim and len(labels) == value_shape[-1] else ()
+    return Site(name, "latent", plate, row_shape, axis, support=support, labels=labels)
 
 
 def _without_rows(

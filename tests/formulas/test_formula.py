@@ -73,6 +73,11 @@ def test_the_grammar(text, says):
         ("y | se(s) ~ x", "'se.s.' beside the response"),
         ("y ~ gp(x)", "the term 'gp.x.' is not known"),
         ("y ~ (1 | a | b)", "more than one bar"),
+        (
+            "y ~ z * ns(age, 3) + (1 | silo)",
+            r"'ns\(age, 3\)' is not known: of splines bs.x, df=5. and s.x. are",
+        ),
+        ("y ~ C(x, Sum('a', 2))", r"C\(x, Sum.*is not known: C\(x\) and C\(x, Treatment"),
     ],
 )
 def test_what_is_no_formula_is_refused(text, says):
@@ -195,7 +200,7 @@ def by_hand(age, sex, ward, w, child, n_child, y):
     sds = jnp.array([2.5 / AGE_SD, 2.5, 2.5]) * SD
     b = numpyro.sample("b", dist.Normal(0, sds).to_event(1))
     tau = numpyro.sample("sd_silo", dist.HalfNormal(jnp.array([1.0, 2.0])).to_event(1))
-    L = numpyro.sample("cor_silo", dist.LKJCholesky(2, 1.0))
+    L = numpyro.sample("L_silo", dist.LKJCholesky(2, 1.0))
     with nf.silo_plate("silo", 1):
         r = numpyro.sample("r_silo", dist.MultivariateNormal(scale_tril=tau[:, None] * L))
     of_child = numpyro.sample("sd_child", dist.HalfNormal(0.7))
@@ -274,6 +279,11 @@ EXPECTED = {
         [0.5, 2, 1, 3],
         dict(shape=2.0),
         lambda y: scipy.stats.gamma(2, scale=MU / 2).logpdf(y),
+    ),
+    "lognormal": (
+        [0.5, 2, 1, 3],
+        dict(sigma=0.7),
+        lambda y: scipy.stats.norm(np.log(MU), 0.7).logpdf(np.log(y)) - np.log(y),
     ),
     "beta": (
         [0.5, 0.2, 0.1, 0.9],
@@ -587,3 +597,97 @@ def test_what_the_library_computes_knows_rare_levels_and_types():
     assert np.isfinite(columns).all()
     other = [label.endswith("[other]") for label in product.labels]
     assert (columns[0, np.logical_not(other)] == 0).all()
+
+
+def hand_lognormal(age, y):
+    """The text of the formula in the test below, as one would write it."""
+    at = numpyro.sample("Intercept_centred", dist.Normal(np.log(MEAN), 2.5))
+    b = numpyro.sample("b", dist.Normal(0, jnp.array([2.5 / AGE_SD])).to_event(1))
+    tau = numpyro.sample("sd_silo", dist.HalfNormal(1.0))
+    with nf.silo_plate("silo", 1):
+        r = numpyro.sample("r_silo", dist.Normal(0, tau))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(2.5))
+    with nf.silo_plate("row", len(age)):
+        eta = at + b[0] * (age - AGE) + r[0]
+        numpyro.deterministic("median", jnp.exp(eta))
+        numpyro.factor("of_y", dist.Normal(eta, sigma).log_prob(jnp.log(y)) - jnp.log(y))
+
+
+def test_log_normal_outcomes_have_the_density_that_one_writes_by_hand(monkeypatch):
+    f = nf.formula("y ~ age + (1 | silo)", family="lognormal")
+    silos = f.silos([table(y=np.exp(table(seed=s)["y"]), seed=s) for s in (1, 2)])
+    monkeypatch.setitem(globals(), "MEAN", f.agreed.mean["y"])
+    monkeypatch.setitem(globals(), "AGE", f.agreed.mean["age"])
+    monkeypatch.setitem(globals(), "AGE_SD", f.agreed.sd["age"])
+    z = {"Intercept_centred": 0.3, "b": np.array([0.02]), "sd_silo": 0.4, "sigma": 0.7}
+    z["r_silo"] = np.array([0.1])
+    for silo in silos:
+        found, expected = (
+            numpyro.infer.util.log_density(text, (), silo, z)[0]
+            for text in (f.model, hand_lognormal)
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "term",
+    ["Treatment('III')", 'Treatment("III")', "Treatment(reference='III')", "reference='III'"],
+)
+def test_the_level_of_a_reference_comes_first(term):
+    stage = np.resize(["I", "II", "III"], 40)
+    f = nf.formula(f"y ~ age * C(stage, {term}) + (1 + C(stage, {term}) | silo)")
+    silos = f.silos([table(stage=stage), table(stage=stage[:2].repeat(20), seed=2)])
+    assert f.agreed.names == {"C_stage": ("III", "I", "II")}
+    labels = ["age", "C_stage[I]", "C_stage[II]", "age:C_stage[I]", "age:C_stage[II]"]
+    assert f.written.design.common.labels == labels
+    np.testing.assert_array_equal(silos[0]["C_stage"], np.resize([1, 2, 0], 40))
+    np.testing.assert_array_equal(silos[1]["C_stage"], np.repeat([1, 2], 20))
+    with pytest.raises(DataError, match=r"C\(stage, \.\.\.\): 'IV' is none of the levels"):
+        nf.formula(f"y ~ C(stage, {term})".replace("III", "IV")).silos([table(stage=stage)] * 2)
+
+
+def test_categories_that_all_silos_have_alike_keep_their_order():
+    stage, order = np.resize(["low", "high", "mid"], 40), ["low", "mid", "high"]
+    f = nf.formula("y ~ stage + C(stage)")
+    f.silos([table(stage=pd.Categorical(stage, order))] * 2)
+    assert f.agreed.names == {"stage": ("low", "mid", "high"), "C_stage": ("low", "mid", "high")}
+    f.agree([table(stage=pd.Categorical(stage, order)), table(stage=pd.Categorical(stage))])
+    assert f.agreed.names["stage"] == ("high", "low", "mid")
+
+
+def test_correlations_are_told_and_effects_have_names():
+    t = np.resize([True, False], 40)
+    f = nf.formula("y ~ t + (1 + t | silo) + (1 + t + age | ward)")
+    silos = f.silos([table(t=t, ward=np.arange(40) // 4)] * 2)
+    trace = handlers.trace(handlers.seed(f.model, 0)).get_trace(**silos[0])
+    for name, k in (("silo", 2), ("ward", 3)):
+        L = np.asarray(trace[f"L_{name}"]["value"])
+        expected = (L @ L.T)[np.tril_indices(k, -1)]
+        np.testing.assert_allclose(np.ravel(trace[f"cor_{name}"]["value"]), expected)
+    fm = split(f.model, read(silos))
+    assert fm.labels["r_silo"] == ("Intercept", "t[True]")
+    assert fm.labels["r_ward"] == ("Intercept", "t[True]", "age")
+
+
+def test_a_column_that_is_misspelled_is_guessed():
+    with pytest.raises(DataError, match=r"silo 0: the table lacks 'aeg'.*Did you mean 'age'.$"):
+        nf.formula("y ~ aeg").silos([table()] * 2)
+
+
+def test_a_group_that_is_the_silo_is_told():
+    tables = [table(hospital="Bern", ward=3), table(hospital="Chur", ward=3)]
+    with pytest.warns(DataWarning, match="the group 'hospital' is the silo") as caught:
+        nf.formula("y ~ age + (1 | hospital) + (1 | ward)").silos(tables)
+    assert len(caught) == 1
+
+
+def test_warnings_point_at_the_line_of_the_user():
+    f = nf.formula("y ~ age + c + (1 | hospital)")
+    tables = [table(hospital=h, c=1.0) for h in "ab"]
+    tables[0].loc[0, "age"] = np.nan
+    with pytest.warns(DataWarning) as caught:
+        f.silos(tables)
+    with pytest.warns(DataWarning) as alone:
+        f.silo(tables[0])
+    assert {w.filename for w in [*caught, *alone]} == {__file__}
+    assert len(caught) == 3
