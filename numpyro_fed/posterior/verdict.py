@@ -6,7 +6,8 @@ is one :class:`Doubt` each: of weighted draws (:meth:`.WeightedDraws.doubts`) th
 - the precision of the computation cannot hold the posterior,
 - k-hat of the weights is above the threshold of Vehtari et al. (2024),
 - quantiles, or means and sds that exist, have standard errors above :data:`MAX_ERROR`, on the scale
-  on which their user sees them, or rest on a few draws far out (:mod:`.element_errors`);
+  on which their user sees them, or rest on a few draws far out (:mod:`.element_errors`); up to
+  twice that error nothing is wrong, and the words say so;
 
 of particles besides (:meth:`.Particles.doubts`) that they did not arrive or move, and that their
 islands differ; and of any posterior (:class:`.Posterior`) that the search has found other modes, or
@@ -28,11 +29,15 @@ TOLERANCE = 0.1
 # ten would be off by more.
 MAX_ERROR = 0.3
 QUANTILES_KNOWN = "Medians and quantiles are known: use these."
-Spoils = Literal["all", "details", "spreads"]
+NEARLY = 2.0  # times the error up to which a posterior is not known as well as usual, and no worse
+Spoils = Literal["all", "details", "spreads", "sureness"]
 
 
 class Doubt(NamedTuple):
-    """A reason against a posterior, its remedy, and which part of the posterior it spoils."""
+    """A reason against a posterior, its remedy, and which part of the posterior it spoils.
+
+    With ``"sureness"`` it is none: the posterior is right, and not as sure as asked for.
+    """
 
     reason: str
     remedy: str = ""
@@ -75,6 +80,8 @@ class Verdict:
             but = f", but {self.reservation}: use medians and quantiles there"
             return f"{trusted}{but if self.reservation else ''}."
         reason, remedy, spoils = self.doubts[0]
+        if spoils == "sureness":
+            return f"The posterior is not as sure as asked for: {reason}{figures}. {remedy}"
         do_not = "Do not trust this posterior"
         if spoils != "all":
             do_not = f"Do not rely on the posterior's {spoils}"

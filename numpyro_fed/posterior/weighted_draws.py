@@ -21,6 +21,7 @@ from numpyro_fed.posterior.saving import SavedWords
 from numpyro_fed.posterior.verdict import (
     MAX_ERROR,
     MIN_DRAWS,
+    NEARLY,
     QUANTILES_KNOWN,
     TOLERANCE,
     Doubt,
@@ -101,6 +102,17 @@ class WeightedDraws(ABC, Generic[CorrectedRun]):
         return bool((self.errors.error[2, self.errors.latent] <= self.max_error).all())
 
     @property
+    def nearly_known(self) -> bool:
+        """Whether nothing is wrong with the draws, and errors are less than twice too large."""
+        limit, errors = NEARLY * self.max_error, self.errors
+        lacks = errors.lacks_draws(self.max_error, limit)
+        worse = (errors.unknown(self.max_error) & ~lacks) | errors.infinite
+        close = bool((errors.error[2, errors.latent] <= limit).all())
+        close = close and not worse[:, errors.latent].any()
+        known = self.moments_known and self.quantiles_known
+        return close and not known and self.reliable and self.precise
+
+    @property
     def reservation(self) -> str:
         """Return in words which means and sds do not exist or are not known; empty where all are.
 
@@ -169,8 +181,13 @@ class WeightedDraws(ABC, Generic[CorrectedRun]):
             yield Doubt("its tails reach beyond what was drawn", remedy, "details")
         elif not self.reliable:
             yield Doubt("a few draws carry the weight", remedy)
+        error = f"{self.monte_carlo_error:.2g}"
+        if self.nearly_known:
+            what = self.reservation if self.quantiles_known else f"all is known to {error} sd only"
+            more = f"More draws make it so: {self._advice}."
+            yield Doubt(f"{what}, where {self.max_error:.2g} is asked", more, "sureness")
+            return
         if not self.quantiles_known:
-            error = f"{self.monte_carlo_error:.2g}"
             what = f"means, sds and quantiles are known to {error} sd only"
             yield Doubt(what, remedy, "details" if self.moments_known else "spreads")
         if not self.moments_known:

@@ -163,6 +163,11 @@ class ElementErrors(NamedTuple):
         heavy = (self.shape <= CONVERGENT_TAIL) & (error <= SHARE_OF_HEAVY * bound)
         return (error <= bound) & (light | heavy)
 
+    def lacks_draws(self, bound: float, limit: float) -> np.ndarray:
+        """Return whether an element is not known by its errors alone, up to ``limit``, (2, m)."""
+        light = self.shape <= FINITE_TAIL
+        return self.unknown(bound) & light & (self.error[:2] <= limit)
+
     @property
     def infinite(self) -> np.ndarray:
         """Return whether each mean and sd (2, m) does not exist, as far as the tail can tell."""
@@ -187,12 +192,15 @@ class ElementErrors(NamedTuple):
                 verb = "has" if cases.sum() == 1 else "have"
                 index = f"tails of index {self.tail_index[cases].min():.1f}"
                 found.append(f"{self._sites(cases)} {verb} no {order} ({index})")
-        for order, cases, error in zip(ORDERS, unknown, self.error, strict=False):
+        of_tails = self.shape > CONVERGENT_TAIL
+        for order, cases, error, far in zip(ORDERS, unknown, self.error, of_tails, strict=False):
             if cases.any():
                 worst = error[cases].max()
                 known = f"is known to {worst:.2g} sd only"
                 if worst <= bound or np.isinf(worst):
                     known = "rests on a few draws far out"
+                elif far[cases].any():  # then the error itself comes out too small
+                    known = f"is known to {worst:.2g} sd at best, and rests on a few draws far out"
                 found.append(f"the {order} of {self._sites(cases)} {known}")
         return " and ".join(found)
 

@@ -730,6 +730,33 @@ def test_spreads_that_hang_on_few_draws_far_out_are_not_known():
     assert with_errors(unknown, error=good.errors.error, shape=good.errors.shape).trusted
 
 
+def test_errors_a_little_above_the_limit_are_no_reason_not_to_rely_on_a_posterior():
+    light, good = np.full((2, 1), 0.4), corrected()
+    for error, what in (
+        ([[0.02], [0.031], [0.01]], "the sd of 'mu' is known to 0.031 sd only"),
+        ([[0.02], [0.02], [0.05]], "all is known to 0.05 sd only"),
+    ):
+        near = with_errors(good, shape=light, error=np.array(error))
+        assert not near.trusted
+        assert near.doubt == f"{what}, where 0.03 is asked"
+        assert near.report().startswith(f"The posterior is not as sure as asked for: {what}")
+        assert "More draws make it so" in near.report()
+        assert "Do not" not in near.report()
+    far = np.array([[0.02], [0.031], [0.01]])
+    for spoilt, words in (
+        (with_errors(good, shape=light, error=2 * far), "Do not rely on the posterior's spreads"),
+        (
+            with_errors(good, shape=light * [[1], [2]], error=far),
+            "sd at best, and rests on a few draws",
+        ),
+        (with_errors(good, shape=1.5 * light, error=far), "Do not rely on the posterior's spreads"),
+        (replace(with_errors(good, shape=light, error=far), pareto_k=0.9), "Do not"),
+    ):
+        assert not spoilt.trusted
+        assert words in spoilt.report()
+        assert "as sure as asked" not in spoilt.report()
+
+
 def test_a_moment_that_does_not_exist_is_named_and_no_reason_to_distrust():
     good = corrected()
     heavy = with_errors(
