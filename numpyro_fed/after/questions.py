@@ -91,9 +91,10 @@ class Questions(ABC):
         return names
 
     def _warn_of_doubt(self) -> None:
-        """Warn that an answer rests on a posterior that is known not to be trusted."""
-        if doubt := self.known_doubt:
-            words = f"what follows is no better than the fit: {doubt}"
+        """Warn, once, that answers rest on a posterior that is known not to be trusted."""
+        if "has_warned" not in self.__dict__ and (doubt := self.known_doubt):
+            self.__dict__["has_warned"] = True  # as cached_property does in a frozen dataclass
+            words = f"answers from this fit are no better than the fit (said once). {doubt}"
             # Above are the decorator of the call and the call itself.
             warnings.warn(words, category=ConvergenceWarning, stacklevel=5)
 

@@ -1,5 +1,6 @@
 """Rows left out in turn, and models compared by them, against closed forms."""
 
+import warnings
 from functools import cache
 
 import arviz
@@ -285,6 +286,9 @@ def test_few_draws_are_counted_as_few(silos):
     with pytest.warns(nf.ConvergenceWarning, match="no better than the fit"):
         table = fixed.loo()
     assert table.num_draws <= 1.5 * fixed.ess + 1
+    with warnings.catch_warnings():  # said once for each fit
+        warnings.simplefilter("error")
+        fixed.summary(KEY, 50)
 
 
 def test_fits_of_other_outcomes_are_not_compared(without_effects, silos):
