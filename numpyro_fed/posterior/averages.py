@@ -50,6 +50,7 @@ from numpyro_fed.search.expand import shape
 from numpyro_fed.weigh.log_likelihoods import at_draws, shape_of_draws, with_globals
 
 NOT_FINITE = "the averages are not finite at {}."
+SILO = "silo"  # what averages are by, where they are those of each silo
 ROWS_AT_ONCE = 2**21  # draws x rows of a silo that are computed side by side
 
 
@@ -90,12 +91,14 @@ class AveragesOverRows(Questions):
             A ``numpyro.deterministic`` in the silo plate, or an outcome, of which it is the mean.
         changes : dict, optional
             Arguments of the model that become one number at all rows, ``{"treated": 1.0}``, or
-            each number of a list, ``{"treated": [0, 1]}``; of a matrix a column, by its number or
-            name: ``{"x": {"treated": 1.0}}``. Several lists go together, entry by entry.
+            each number of a list, ``{"treated": [0, 1]}`` (or ``[False, True]``); of a matrix a
+            column, by its number or name: ``{"x": {"treated": 1.0}}``. Several lists go together,
+            entry by entry.
         by : str, optional
-            An argument of whole numbers from 0 on, which groups the rows.
+            An argument of whole numbers from 0 on, which groups the rows; or ``"silo"``, for an
+            average of each silo, which secure sums cannot tell.
         num_groups : int
-            How many groups there are, over all silos; only with ``by``.
+            How many groups there are, over all silos; only with an argument as ``by``.
         num_draws : int
 
         Returns
@@ -140,8 +143,11 @@ class AveragesOverRows(Questions):
         """
         self._warn_of_doubt()
         positive_int("num_draws", num_draws)
-        fit = self.run_behind._fit
+        run, fit = self.run_behind, self.run_behind._fit
         checked_site(fit.model, site, ("deterministic", "observed"))
+        of_silos = by == SILO and by not in {a.name for a in fit.facts.arguments}
+        if of_silos and num_groups in (0, run.num_silos):
+            by, num_groups = None, 0
         if by is not None and by not in {a.name for a in fit.facts.arguments if a.dtype[0] in "iu"}:
             raise DataError(f"by='{by}' is no argument of whole numbers that all silos have.")
         plates = {a.name: a.plates for a in fit.facts.arguments}
@@ -152,17 +158,24 @@ class AveragesOverRows(Questions):
             raise ValueError(f"by={by!r}, num_groups={num_groups}: pass both, or none of them.")
         changed = checked_changes(fit.facts, changes or {})
         settings = {"site": site, "changes": changed, "by": by, "num_groups": int(num_groups)}
+        settings |= {"by_silo": True} if of_silos else {}
         up: RowTotals = self._asked(key, num_draws, AVERAGES, settings)
-        rows = np.asarray(up.rows, float)
-        if float(up.left_out):
+        rows, totals = np.asarray(up.rows, float), np.asarray(up.totals, float)
+        names: tuple[str, ...] = ()
+        if of_silos:
+            rows, totals = rows[:, 0], np.moveaxis(totals[:, :, 0], 0, 1)
+            names = names_or_numbers(run._silos.names, run.num_silos)
+        elif by:
+            names = tuple(f"{by}={g}" for g in range(num_groups))
+        if left_out := float(np.sum(up.left_out)):
             raise DataError(
-                f"by='{by}': {float(up.left_out):.0f} rows have codes beyond 0 to {num_groups - 1}."
+                f"by='{by}': {left_out:.0f} rows have codes beyond 0 to {num_groups - 1}."
             )
         if not rows.all():
-            where = f"by='{by}': the groups {np.flatnonzero(rows == 0).tolist()} have"
-            raise DataError(f"{where if by else 'the silos have'} no rows to average over.")
-        draws = np.asarray(up.totals, float) / rows.reshape(-1, *[1] * (up.totals.ndim - 2))
-        return Average(draws if by else draws[:, 0], rows if by else rows[0])
+            where = f"by='{by or SILO}': the groups {np.flatnonzero(rows == 0).tolist()} have"
+            raise DataError(f"{where if names else 'the silos have'} no rows to average over.")
+        draws = totals / rows.reshape(-1, *[1] * (totals.ndim - 2))
+        return Average(draws if names else draws[:, 0], rows if names else rows[0], names)
 
     @shows("calibrate")
     @in_precision_of_object
@@ -283,19 +296,25 @@ class Average:
         Draws of the average; with groups (n, groups, ...).
     rows : array () or (groups,)
         The number of rows behind it.
+    names : tuple of str
+        The groups, such as the silos; empty without groups.
     """
 
     draws: np.ndarray
     rows: np.ndarray
+    names: tuple[str, ...] = ()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.draws, dtype=dtype)
 
     def __str__(self) -> str:
+        if self.names:
+            parts = zip(self.names, np.moveaxis(self.draws, 1, 0), self.rows, strict=True)
+            return "\n".join(f"{name}: {Average(draws, rows)}" for name, draws, rows in parts)
         low, high = np.quantile(self.draws, [0.05, 0.95], axis=0)
         numbers = zip(*(np.ravel(a) for a in (self.draws.mean(0), low, high)), strict=True)
         words = [f"{m:.4g} (90 % interval {a:.4g} to {b:.4g})" for m, a, b in numbers]
-        return f"{', '.join(words)}, over {np.sum(self.rows):.0f} rows"
+        return f"{', '.join(words)}, over {self.rows:.0f} rows"
 
     __repr__ = __str__
 

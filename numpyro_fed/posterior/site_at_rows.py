@@ -179,10 +179,16 @@ def checked_changes(facts: Facts, changes: Mapping[str, Any]) -> dict[str, Any]:
         numbers: dict[Any, float | list[float]] = {}
         for column, number in of_columns.items():
             each = np.ravel(number).tolist() if np.ndim(number) == 1 else [number]
+            each = [int(n) if isinstance(n, bool | np.bool_) else n for n in each]
             if not each or not all(map(is_number, each)):
+                text = any(isinstance(n, str) for n in each)
+                code = (
+                    " The number of a text is its code: of a formula, its place from 0 on among "
+                    f"formula.agreed.levels.names['{name}']."
+                )
                 raise DataError(
                     f"changes: '{name}' becomes {number!r}, and must be one number at all rows, "
-                    "or each of a list of numbers."
+                    f"or each of a list of numbers.{code if text else ''}"
                 )
             place = known.index(column) if column in known else column
             if place is not None and not (width and place in range(width[0])):

@@ -80,6 +80,21 @@ def test_a_list_is_one_exchange_and_each_of_its_numbers_alone(fitted):
     np.testing.assert_allclose(by_ward.draws.sum(-1), 1, rtol=1e-9)
 
 
+def test_averages_of_each_silo_have_its_name(fitted):
+    found = fitted.average(KEY, "p", {"t": [False, True]}, by="silo", num_draws=50)
+    assert found.draws.shape == (50, 3, 2)
+    assert found.rows.tolist() == [30, 20, 12]
+    for t in (0, 1):
+        p, _ = by_hand(fitted, 50, t=t)
+        for j, own in enumerate(np.split(p, [30, 50], axis=1)):
+            np.testing.assert_allclose(found.draws[:, j, t], own.mean(1), rtol=1e-9)
+    lines = str(found).splitlines()
+    assert [line[:2] for line in lines] == ["A:", "B:", "C:"]
+    assert lines[2].endswith("over 12 rows")
+    by_ward = fitted.average(KEY, "p", by="ward", num_groups=3, num_draws=5)
+    assert by_ward.names == ("ward=0", "ward=1", "ward=2")
+
+
 def test_groups_outcomes_and_sites_of_several_numbers(fitted):
     expected, ward = by_hand(fitted, 40, t=0)
     found = fitted.average(KEY, "y", {"t": 0}, by="ward", num_groups=3, num_draws=40)
@@ -97,7 +112,8 @@ def test_groups_outcomes_and_sites_of_several_numbers(fitted):
         (dict(site="q"), "'q' is no site.*'p', 'both', 'y'"),
         (dict(site="p", changes={"u": 1}), "'u' is no array"),
         (dict(site="p", changes={"t": "a"}), "'t' becomes 'a'"),
-        (dict(site="p", changes={"t": [0, "a"]}), "'t' becomes .0, 'a'."),
+        (dict(site="p", changes={"t": [0, "a"]}), "'t' becomes .0, 'a'.*names.'t'"),
+        (dict(site="p", by="silo", num_groups=2), "by='silo' is no argument"),
         (dict(site="p", changes={"t": [0, 1], "x": {0: [1]}}), r"lengths \[1, 2\]"),
         (dict(site="p", changes={"x": {2: 1.0}}), "'x' has no column 2"),
         (dict(site="p", by="x", num_groups=2), "by='x' is no argument of whole numbers"),
@@ -210,6 +226,9 @@ def test_draws_of_nuts_are_averaged_with_their_own_latents_of_silos_and_rows():
     by_ward = nuts.average(KEY, "y", by="ward", num_groups=2, num_draws=n)
     for g in (0, 1):
         np.testing.assert_allclose(by_ward.draws[:, g], own[:, ward == g].mean(1), rtol=1e-9)
+    by_silo = nuts.average(KEY, "y", by="silo", num_draws=n)
+    for j, part in enumerate(np.split(own, [8], axis=1)):
+        np.testing.assert_allclose(by_silo.draws[:, j], part.mean(1), rtol=1e-9)
     table = nuts.calibration(KEY, by_silo=True, min_count=1, num_draws=n)
     of_silos = [part.sum() for part in np.split(own.mean(0), [8])]
     np.testing.assert_allclose(table.probabilities.sum(1), of_silos)
@@ -232,6 +251,7 @@ def test_a_silo_tells_no_groups_or_bins_of_few_rows():
     with pytest.raises(RefusedError, match="bins of 3 rows are asked for"):
         there.calibration(KEY, min_count=3, num_draws=20)
     assert there.calibration(KEY, num_draws=20).rows.sum() == 62
+    assert there.average(KEY, "p", by="silo", num_draws=20).rows.tolist() == [30, 20, 12]
 
 
 def test_a_fit_with_noise_tells_no_averages():
