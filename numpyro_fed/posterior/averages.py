@@ -199,7 +199,8 @@ class AveragesOverRows(Questions):
         site : str, optional
             The outcome; it can be left out if there is one.
         by_silo : bool
-            Whether to tell silos apart, which secure sums cannot.
+            Whether to tell silos apart, which secure sums cannot: then a second table has a line
+            for each of them.
         min_count : int
             The least number of rows of a bin: a bin of fewer joins the next one at its silo. A silo
             in another process answers for the ``min_count`` of its policy alone: answers for two of
@@ -210,7 +211,7 @@ class AveragesOverRows(Questions):
         -------
         Calibration
             A table that prints, by groups of rows in the order of what was predicted, with
-            ``.auc`` over pairs of rows of one silo.
+            ``.auc`` over pairs of rows of one silo, and how many these are.
 
         Raises
         ------

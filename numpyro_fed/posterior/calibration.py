@@ -14,7 +14,7 @@ from jax import Array
 from jax.random import fold_in
 
 from numpyro_fed.basics.errors import optional
-from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.data.silo_data import ALL, SiloData
 from numpyro_fed.guides.guide import GlobalDraws
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.site_at_rows import SiteAtRows, sum_exchange
@@ -167,7 +167,19 @@ class Calibration:
         return float(higher / number) if number else float("nan")
 
     def to_frame(self, silo: int | str | None = None) -> Any:
-        """Return the table, a line for each group of about as many rows; of one silo if asked."""
+        """Return the table, a line for each group of about as many rows; of one silo if asked.
+
+        With ``silo="all"`` it has a line for each silo, with the AUC and the number of its pairs.
+        """
+        frame = optional("pandas").DataFrame
+        if silo == ALL:
+            number, ones = self.rows.sum((1, 2)).astype(int), self.rows[:, 1].sum(1)
+            higher, pairs = self.pairs.T
+            with np.errstate(invalid="ignore", divide="ignore"):
+                numbers = self.probabilities.sum(1) / number, ones / number, higher / pairs
+            columns = dict(zip(("predicted", "observed", "AUC"), numbers, strict=True))
+            table = {"rows": number, **columns, "pairs": pairs.astype(int)}
+            return frame(table, index=self.names or None).rename_axis("silo")
         rows, sums = (a.sum(0) for a in (self.rows, self.probabilities))
         if silo is not None:
             j = self.names.index(silo) if isinstance(silo, str) else silo
@@ -179,17 +191,14 @@ class Calibration:
         for g in range(self.num_groups):
             own = (group.astype(int) == g) & (of_bin > 0)
             if number := of_bin[own].sum():
-                lines.append((number, sums[own].sum() / number, rows[1, own].sum() / number))
-        return optional("pandas").DataFrame(lines, columns=["rows", "predicted", "observed"])
+                lines.append((int(number), sums[own].sum() / number, rows[1, own].sum() / number))
+        return frame(lines, columns=["rows", "predicted", "observed"])
 
     def __str__(self) -> str:
-        table = self.to_frame().round({"rows": 0, "predicted": 3, "observed": 3})
-        of_silos = [
-            f"{name} {higher / number:.3f}"
-            for name, (higher, number) in zip(self.names, self.pairs, strict=False)
-            if number
-        ]
-        more = f" ({', '.join(of_silos)})" if of_silos else ""
-        return f"{table.to_string(index=False)}\nAUC {self.auc:.3f}{more}"
+        parts = [self.to_frame().round(3).to_string(index=False)]
+        if self.names:
+            parts.append(self.to_frame(ALL).round(3).to_string())
+        pairs = self.pairs[:, 1].sum()
+        return "\n".join([*parts, f"AUC {self.auc:.3f}, of {pairs:,.0f} pairs of rows of one silo"])
 
     __repr__ = __str__

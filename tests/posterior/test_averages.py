@@ -142,6 +142,17 @@ def test_calibration_counts_every_row_once_and_its_auc_is_that_of_the_rows(fitte
     frame = table.to_frame()
     assert frame["rows"].sum() == 62
     np.testing.assert_allclose((frame["rows"] * frame["observed"]).sum(), y.sum())
+    assert frame["rows"].dtype.kind == "i"
+    of_silos = table.to_frame("all")
+    assert of_silos.index.tolist() == ["A", "B", "C"]
+    for j, name in enumerate("ABC"):
+        own, gap = silo == j, pairs[silo[y == 1] == j][:, silo[y == 0] == j]
+        expected = [own.sum(), mean[own].mean(), y[own].mean(), gap.mean(), gap.size]
+        np.testing.assert_allclose(of_silos.loc[name], expected)
+    number = of_silos["pairs"].sum()
+    assert str(table).endswith(f"AUC {table.auc:.3f}, of {number} pairs of rows of one silo")
+    together = str(fitted.calibration(KEY, num_draws=50))
+    assert "silo" not in together.splitlines()[-2]
 
 
 def test_bins_of_few_rows_are_told_together():
