@@ -35,7 +35,13 @@ from numpyro_fed.basics.programs import (
     shared_number,
 )
 from numpyro_fed.data.silo_data import SiloData, Sizes, read_one
-from numpyro_fed.data.tables import as_dict, check_columns, column_names, model_arguments
+from numpyro_fed.data.tables import (
+    as_dict,
+    check_columns,
+    column_names,
+    is_frame,
+    model_arguments,
+)
 from numpyro_fed.text.handlers import without_outcomes
 from numpyro_fed.text.indices import new_data_check
 from numpyro_fed.text.jaxprs import provenance
@@ -220,6 +226,12 @@ def _read_new(
     signature = inspect.signature(fm.text)
     fitted_columns, new_columns = dict(facts.columns), column_names(new)
     arguments = model_arguments(fm.text)
+    of_formula = getattr(inspect.unwrap(fm.text), "__code__", None)
+    if is_frame(new) and of_formula and of_formula.co_filename.startswith("<formula "):
+        raise DataError(
+            "new data are a table, and the model is that of a formula f: its data are made by "
+            "f.silo(table, new=True)."
+        )
     new = as_dict("new data", new, arguments and dict.fromkeys(arguments, False))
     if not isinstance(new, Mapping):
         raise DataError(f"new data must be a dict of keyword arguments, got {type(new).__name__}.")

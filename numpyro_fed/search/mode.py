@@ -271,7 +271,7 @@ def coordinate_names(fm: FederatedModel) -> tuple[str, ...]:
     sites += [(site.name, site.shape) for site in fm.named("latent")]
     # Unconstrained, as a simplex is, a latent may have other entries than its value.
     shapes = dict(sites)
-    labels = {n: own for n, own in fm.labels.items() if shapes[n][-1:] == (len(own),)}
+    labels = {n: own for n, own in fm.labels.items() if shapes.get(n, ())[-1:] == (len(own),)}
     return tuple(element_name(name, i, labels) for name, shape in sites for i in np.ndindex(shape))
 
 

@@ -13,11 +13,14 @@ import scipy.stats
 from numpyro import handlers
 
 import numpyro_fed as nf
+from numpyro_fed.after.predict import new_rows
 from numpyro_fed.basics.errors import DataError, DataWarning, ModelError
 from numpyro_fed.data.silo_data import read
 from numpyro_fed.formulas.grammar import GroupEffect, parse
 from numpyro_fed.formulas.outcomes import FAMILIES
 from numpyro_fed.network import InMemory
+from numpyro_fed.search.mode import coordinate_names
+from numpyro_fed.text.plan import describe
 from numpyro_fed.text.split import split
 
 formulae = pytest.importorskip("formulae")
@@ -667,6 +670,7 @@ def test_correlations_are_told_and_effects_have_names():
     fm = split(f.model, read(silos))
     assert fm.labels["r_silo"] == ("Intercept", "t[True]")
     assert fm.labels["r_ward"] == ("Intercept", "t[True]", "age")
+    assert "sd_ward[age]" in coordinate_names(fm)
 
 
 def test_a_column_that_is_misspelled_is_guessed():
@@ -691,3 +695,12 @@ def test_warnings_point_at_the_line_of_the_user():
         f.silo(tables[0])
     assert {w.filename for w in [*caught, *alone]} == {__file__}
     assert len(caught) == 3
+
+
+def test_a_table_as_new_data_is_sent_to_the_formula():
+    f = nf.formula("y ~ age + ward")
+    silos = list(f.silos(tables()).values())
+    data, facts = read(silos), describe(f.model, silos[0])
+    fm = split(f.model, data)
+    with pytest.raises(DataError, match=r"made by f.silo\(table, new=True\)"):
+        new_rows(fm, tables()["Basel"], facts, data)
