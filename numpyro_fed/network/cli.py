@@ -20,10 +20,10 @@ from numpyro_fed.basics.programs import cache_programs
 from numpyro_fed.network.doctor import add_doctor
 from numpyro_fed.network.engines import Folder, Sockets, listen, short_folder
 from numpyro_fed.network.flare import Flare, allow
-from numpyro_fed.network.owner import add_commands, answer_files, key_of
+from numpyro_fed.network.owner import add_commands, answer_files
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import Silo
-from numpyro_fed.network.study_files import data_of, load_study, names_of
+from numpyro_fed.network.study_files import data_of, key_of, load_study, names_of
 from numpyro_fed.rounds.envelopes import PrivateKey
 from numpyro_fed.rounds.federation import Engine, Federation
 
@@ -36,6 +36,7 @@ SITES = "sites.json"
 # The folder in that of a silo or of the analyst with compiled programs, where a new process finds
 # them.
 PROGRAMS = "programs"
+KEY = "key"  # the file in a rehearsal's folder with the key of who asks
 LOG = logging.getLogger("numpyro_fed.silo")
 # Errors whose words are for whoever runs the command.
 TOLD = ModelError, DataError, SavedStateError, ConnectionError, TimeoutError, MissingExtraError
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_rules(silo)
 
     answer = commands.add_parser("answer", help="answer the files of an analyst, and end")
-    answer.set_defaults(command=answer_once, in_memory=False)
+    answer.set_defaults(command=answer_once)
     answer.add_argument("study", type=Path, help="the same file as at the analyst")
     answer.add_argument("request", type=Path, help="a file NAME.request, or a folder with some")
     answer.add_argument("--data", required=True, help="file.py:function that returns the data")
@@ -128,7 +129,7 @@ def silo_of(args: argparse.Namespace, state: Path | None) -> Silo:
         policy = replace(policy, requesters=(*policy.requesters, *args.requester))
     except (ValueError, OSError) as error:
         raise ModelError(f"the policy {args.policy} cannot be used: {error}") from error
-    if not (policy.requesters or args.anyone or args.in_memory):
+    if not (policy.requesters or args.anyone):
         raise ModelError(
             "nobody may ask this silo: its policy has no requesters. The analyst makes a key by "
             "'numpyro-fed key', and you add the line that it prints to the policy; or start with "
@@ -199,7 +200,7 @@ def listening_already(args: argparse.Namespace, stack: ExitStack) -> Engine:
     logging.getLogger("nvflare").setLevel(logging.CRITICAL)
     kept = None if args.state is None else args.state / SITES
     if args.sites is None and kept is not None and kept.exists():
-        args.sites = json.loads(kept.read_text())
+        args.sites = json.loads(kept.read_text(encoding="utf-8"))
         words = "the sites are those of %s, with which the study began; --sites names others"
         logging.getLogger("numpyro_fed.run").info(words, kept)
     engine = stack.enter_context(Flare(args.kit, args.sites, patience=args.patience))
@@ -216,6 +217,11 @@ def listening_here(args: argparse.Namespace, stack: ExitStack) -> Engine:
     sockets = [folder / f"{j}.sock" for j in range(args.silos)]
     processes = []
     args.signing = PrivateKey.generate()
+    if args.state is not None:
+        # The same one again, who goes on: silos answer whoever has begun.
+        if not (args.state / KEY).exists():
+            args.signing.save(args.state / KEY)
+        args.signing = PrivateKey.load(args.state / KEY)
     for j, path in enumerate(sockets):
         command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
         command += ["--data", args.data, "--socket", str(path)]

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpyro_fed_relay
 from numpyro_fed.basics.errors import DataError, ModelError, SavedStateError
 from numpyro_fed.basics.files import KEPT, LOCK, Store, private_folder
-from numpyro_fed.network.audit import SYSLOG, check_audit, lines_kept
+from numpyro_fed.network.audit import SOCKETS, SYSLOG, Last, check_audit, last_kept
 from numpyro_fed.network.check import OK, WARNING, WRONG, Check, Checks, guarded
 from numpyro_fed.network.check_study import check_data, check_models, check_study
 from numpyro_fed.network.engines import MAX_NAME
@@ -124,7 +124,7 @@ def check_versions(file: Path | None) -> Generator[Check, None, None]:
     yield Check("versions", OK, ", ".join(f"{name} {version}" for name, version in own.items()))
     if file is None:
         return
-    pairs = (line.split() for line in file.read_text().splitlines())
+    pairs = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
     theirs = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
     unlike = {name: theirs.get(name, "none") for name in own if theirs.get(name) != own[name]}
     for name, version in unlike.items():
@@ -233,28 +233,36 @@ def check_audit_log(where: str, state: Path | None) -> Generator[Check, None, No
     """Yield whether an audit log can be written, and is whole."""
     name, file = "audit", Path(where)
     if where == SYSLOG:
-        yield Check(name, OK, "goes to the system's log, which others keep")
+        if any(map(os.path.exists, SOCKETS)):
+            yield Check(name, OK, "goes to the system's log, which others keep")
+        else:
+            words = f"there is no log of the system ({' or '.join(SOCKETS)})"
+            yield Check(name, WRONG, f"{words}, and the silo does not start. Name a file.")
         return
     if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
         words = f"{file.absolute()} cannot be written, so that the silo would refuse everything"
         yield Check(name, WRONG, f"{words}. Give its folder to the user who runs the silo.")
     # First what the silo knows, since a silo that runs adds to the file, and then counts.
-    known = 0
+    known = Last()
     if state is not None and (state / KEPT).exists():
         with suppress(SavedStateError):  # of which the check of the folder says why
-            known = lines_kept(Store(state))
+            known = last_kept(Store(state))
     try:
-        number = check_audit(file)
+        found = check_audit(file)
     except DataError as error:
         yield Check(name, WRONG, f"{error} Keep it, and ask who could write to it.")
         return
-    if number < known:
-        words = f"{file} has {number} lines and the silo has written {known}: the last ones are cut"
-        yield Check(
-            name, WRONG, f"{words} off, or this is another file. Ask who could write to it."
-        )
+    if found.number < known.number:
+        words = f"{file} has {found.number} lines and the silo has written {known.number}: the last"
+        words += " ones are cut off, or this is another file"
+    elif found.number == known.number and found.last != known:
+        words = f"the last line of {file} is not the one that the silo has written"
+    else:
+        for remark in found.remarks:
+            yield Check(name, WARNING, f"{remark}.")
+        yield Check(name, OK, f"{found.number} lines, each follows from the one before")
         return
-    yield Check(name, OK, f"{number} lines, each follows from the one before")
+    yield Check(name, WRONG, f"{words}. Ask who could write to it.")
 
 
 def check_socket(path: Path) -> Generator[Check, None, None]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class Ledger:
         # One row less and another one more are two changes of one row, as far as a silo's clip may
         # be: so releases that protect different things count four times.
         total = sum(inverse_squares.values()) * (1 if len(inverse_squares) < 2 else 4)
-        return epsilon_of((total**-0.5,), self.delta) if total else 0.0
+        return _epsilon(total**-0.5, self.delta) if total else 0.0
 
     @property
     def delta(self) -> float:
@@ -131,6 +132,12 @@ class Ledger:
     def _keep(self, counted: dict[str, Any]) -> None:
         self.kept = counted
         self.store.put({LEDGER: json.dumps(counted).encode()})
+
+
+@lru_cache
+def _epsilon(multiplier: float, delta: float) -> float:
+    """Return the epsilon of one release, which is asked for at each message."""
+    return epsilon_of((multiplier,), delta)
 
 
 def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:

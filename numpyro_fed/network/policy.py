@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections import Counter
@@ -97,8 +98,8 @@ class Policy:
         Whether runs without noise are answered beside the budget of ``max_epsilon``. What all runs
         tell together is then not private in that sense.
     max_delta : float, optional
-        The delta of all runs together, and the largest that a plan may have. By default a tenth of
-        1 over the number of the silo's rows, and 0.001 at most.
+        The delta of all runs together, and the largest that a plan may have. By default the power
+        of ten below a tenth of 1 over the number of the silo's rows, and 0.001 at most.
     audit : str, optional
         A file to which each message is added as a line of JSON: time, requester, study, exchange,
         run, names and shapes of arrays, why it was refused, the SHA-256 of message and reply, and
@@ -172,7 +173,7 @@ class Policy:
         ValueError
             For a key that is no parameter.
         """
-        found = tomllib.loads(Path(path).read_text())
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         known = [f.name for f in fields(cls)]
         if unknown := sorted(set(found) - set(known)):
             raise ValueError(f"{path}: unknown key '{unknown[0]}'. Known are {known}.")
@@ -190,7 +191,8 @@ class Policy:
         """Return the delta of all runs together, for a silo of so many rows."""
         if self.max_delta is not None:
             return self.max_delta
-        return min(MAX_DELTA, 0.1 / max(num_rows, 1))
+        # A power of ten: a refusal says it, and it should not say the number of rows.
+        return min(MAX_DELTA, 10.0 ** math.floor(math.log10(0.1 / max(num_rows, 1))))
 
     @property
     def epsilon(self) -> float:
@@ -232,8 +234,13 @@ class Policy:
 
     def check_columns(self, names: Sequence[str]) -> None:
         """Raise an error for a text or a question that reads a column it may not."""
-        allowed = {*self.columns, *(name.partition(".")[0] for name in self.columns)}
-        strange = [n for n in names if n not in allowed and n.rpartition(".")[2] not in allowed]
+        allowed = set(self.columns)
+        # By its whole name, that of its argument, or its own in a DataFrame.
+        strange = [
+            name
+            for name in names
+            if not allowed & {name, re.split(r"[.\[]", name)[0], name.rpartition(".")[2]}
+        ]
         if self.columns and strange:
             raise ModelError(
                 f"'{strange[0]:.100}' is not among the columns that this silo's policy lets a text "
@@ -316,8 +323,8 @@ class Policy:
         if not is_told and self.tell_latents:
             return
         raise ModelError(
-            f"an average over {num_rows} rows is asked for, where this silo's policy tells of "
-            f"{self.min_count} (min_count)"
+            f"an average over fewer rows is asked for than this silo's policy tells of "
+            f"({self.min_count}, min_count)"
             + ("." if is_told else ", and of what rows share under tell_latents or secure sums.")
         )
 

@@ -8,10 +8,9 @@ import re
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,13 @@ from numpyro_fed.basics.files import FolderLock, Store, read_record
 from numpyro_fed.basics.programs import is_double, precision
 from numpyro_fed.basics.version import VERSION
 from numpyro_fed.data.scaling import numbers_of
-from numpyro_fed.data.tables import OTHER, level_counts
+from numpyro_fed.data.tables import (
+    OTHER,
+    column_names,
+    is_frame,
+    level_counts,
+    model_arguments,
+)
 from numpyro_fed.fitting.load import METHODS
 from numpyro_fed.methods.columns import COLUMNS, description_reply, moments_reply, names_reply
 from numpyro_fed.methods.method import FederatedMethod, rebuilt
@@ -49,7 +54,6 @@ from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.messages import (
     ACCEPT,
     BEGINNINGS,
-    CROSSING,
     DESCRIBE,
     DESCRIBE_COLUMNS,
     GO_ON,
@@ -76,6 +80,7 @@ AGREED, RUNS = "methods", "runs of "
 KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 LOG = logging.getLogger("numpyro_fed.silo")
 # What an error says of this silo's data alone: exact counts, and its own number here.
+SHAPES = re.compile(r"\(\d[\d, ]*\)")
 COUNTS, HERE = re.compile(r"\b\d[\d,]* of \d[\d,]*(?= values| rows)"), re.compile(r"\bsilo 0\b")
 
 
@@ -138,7 +143,9 @@ class Silo:
         self._allow_unhidden = allow_unhidden
         self._state = None if state is None else Path(state)
         self._store = Store(self._state)
-        self._num_rows = num_rows_of(data)
+        self._num_rows = self._num_persons = num_rows_of(data)
+        if (person := self._policy.person) is not None:
+            self._num_persons = len(level_counts(data, [person])[person])
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
         self._ledger = Ledger(self._policy, self._store, self._num_rows)
         self._use: FolderLock | None = None
@@ -169,6 +176,11 @@ class Silo:
         """
         return fingerprint(self._sums.identity.public)
 
+    @property
+    def fingerprint_of_replies(self) -> str:
+        """Return the digest of the key by which replies are signed (``Federation.silo_keys``)."""
+        return self._requesters.key.fingerprint
+
     def hold(self) -> None:
         """Take the folder ``state`` for this silo alone, as its first answer does.
 
@@ -186,11 +198,12 @@ class Silo:
             self._ledger = Ledger(self._policy, self._store, self._num_rows)
         self._use.check()
 
-    def answer(self, message: bytes) -> bytes:
+    def answer(self, message: bytes, *, again: bool = False) -> bytes:
         """Return the reply to a message; a refusal is a reply with its reason in words.
 
         The reply to a signed request is encrypted to the requester, a refusal as well. Who is a
-        stranger gets a refusal in plain words.
+        stranger gets a refusal in plain words. ``again`` answers the last request once more, as
+        where an owner has lost the file with its reply.
         """
         with self._lock:
             entry: dict[str, Any] = {}
@@ -202,6 +215,9 @@ class Silo:
                         f"a message has {len(request)} bytes, where {MAX_BYTES} are allowed."
                     )
                 message, envelope = self._requesters.message_of(request, entry)
+                if envelope is not None:
+                    entry["study"] = self._requesters.study
+                    self._requesters.check_envelope(envelope, message, again=again)
                 reply = self._answer(message, entry, envelope)
             except Exception as error:
                 reply = _refusal(error)
@@ -328,15 +344,20 @@ class Silo:
         # Texts of a stranger: no more of them than a name is long.
         entry |= {"exchange": question.exchange[:100], "run": question.run[:32]}
         entry["number"] = question.number
+        asker = "" if envelope is None else envelope.fingerprint
+        agreed = self._known(question.method) if question.method else None
+        if agreed is not None and agreed.asker != asker:
+            raise ModelError("another requester has described this method. Begin again.")
         if question.exchange == DESCRIBE:
-            agreed = self._known(question.method)
-            agreed = agreed or self._agreement(question.method, question.settings)
             entry["method"] = what = what_is_asked(_json(question.settings))
+            if agreed is None:
+                try:
+                    agreed = self._agreement(question.method, question.settings, asker)
+                except Exception:
+                    unknown = "the text does not fit the data here: the log says why"
+                    self._requesters.check_study(envelope, what, unknown)
+                    raise
             facts = Facts.from_json(agreed.facts)
-            self._policy.check_columns(
-                [a.name for a in facts.arguments] + [c for _, names in facts.columns for c in names]
-            )
-            self._policy.check_persons(self._num_persons)
             self._requesters.check_study(envelope, what, self._cost(facts))
             if agreed.settings != question.settings:
                 raise ModelError("another method was described under this id before. Begin again.")
@@ -368,12 +389,17 @@ class Silo:
             entry["method"] = what_is_asked(_json(self._agreed[question.method].settings))
             return self._reply_of_run(runs, question, message)
 
-    @cached_property
-    def _num_persons(self) -> int:
-        """Return how many persons the silo's rows belong to."""
-        if (column := self._policy.person) is None:
-            return self._num_rows
-        return len(level_counts(self._data, [column])[column])
+    def _check_reading(self, names: Sequence[str]) -> None:
+        """Raise an error for arguments that a text may not read, or where persons are too few."""
+        self._policy.check_columns(columns_read(self._data, names))
+        self._policy.check_persons(self._num_persons)
+
+    def _data_for(self, model: Callable[..., Any]) -> Any:
+        """Return the data for a model, without the person's column where it takes none."""
+        takes, person = model_arguments(model), self._policy.person
+        if takes is None or person in takes or not isinstance(self._data, Mapping):
+            return self._data
+        return {name: value for name, value in self._data.items() if name != person}
 
     def _cost(self, facts: Facts) -> str:
         """Return in words what may leave this silo in a method with these facts."""
@@ -444,7 +470,7 @@ class Silo:
         )
         if not named or type(min_count) is not int or (exchange == LEVELS and columns is None):
             raise DataError("a question about data names columns. Is it of another version?")
-        self._policy.check_columns(columns or arguments or ())
+        self._policy.check_columns(columns or ())
         try:
             if exchange == DESCRIBE_COLUMNS:
                 fewest = max(min_count, self._policy.min_count, self._policy.min_rows)
@@ -455,7 +481,7 @@ class Silo:
                 self._policy.check_levels(num_rows, min_count)
                 return names_reply(self._data, columns, min_count, other)
             numbers = numbers_of("the silo", self._data, arguments)
-            self._policy.check_columns([*numbers])
+            self._policy.check_columns(columns_read(self._data, [*numbers]))
             for name, rows in numbers.items():
                 self._policy.check_numbers(name, rows)
             return moments_reply(self._data, arguments)
@@ -497,7 +523,7 @@ class Silo:
             )
         agreed.plan = settings
 
-    def _agreement(self, method: str, settings: str) -> _Agreement:
+    def _agreement(self, method: str, settings: str, asker: str) -> _Agreement:
         """Return the silo's part in a method, before there is a plan."""
         described = _json(settings)
         double, secure = bool(described.get("double")), bool(described.get(SECURE))
@@ -520,15 +546,22 @@ class Silo:
                     raise ModelError(f"'{name}' is not among the methods of this silo's policy.")
                 self._policy.check_sums(secure)
             if not isinstance(built, RowMethod | VerticalMethod):
-                return _Agreement(settings, double, describe(built, self._data).to_json(), None)
+                facts = describe(built, self._data_for(built))
+                self._check_reading(names_in(facts))
+                return _Agreement(settings, double, facts.to_json(), None, asker=asker)
             # The last one of the same settings has the programs that were compiled.
             same = (a.runs for a in reversed(self._agreed.values()) if a.settings == settings)
             known = next(same, None)
             runs = known and known.for_other_runs(store)
             runs = runs or SiloRuns(
-                built, self._data, secret=self._secret, row_ids=self._row_ids, store=store
+                built,
+                self._data_for(built.model),
+                secret=self._secret,
+                row_ids=self._row_ids,
+                store=store,
             )
-            return _Agreement(settings, double, runs.facts, runs, secure_sum=secure)
+            self._check_reading(names_in(Facts.from_json(runs.facts)))
+            return _Agreement(settings, double, runs.facts, runs, secure_sum=secure, asker=asker)
 
     @contextmanager
     def _runs_of(self, method: str) -> Iterator[SiloRuns]:
@@ -555,7 +588,7 @@ class Silo:
             if content is None:
                 return None
             stored = json.loads(content)
-            agreed = self._agreement(method, stored["settings"])
+            agreed = self._agreement(method, stored["settings"], stored["asker"])
             if stored["plan"]:
                 self._build(agreed, stored["plan"])
             self._agreed[method] = agreed
@@ -566,7 +599,7 @@ class Silo:
         """Keep what was agreed on, in memory and on the disk; forget the oldest."""
         self._agreed[method] = agreed
         self._agreed.move_to_end(method)
-        stored = {"settings": agreed.settings, "plan": agreed.plan}
+        stored = {"settings": agreed.settings, "plan": agreed.plan, "asker": agreed.asker}
         methods = self._store.room(AGREED)
         methods.put({method: json.dumps(stored).encode()})
         while len(self._agreed) > MAX_METHODS:
@@ -585,6 +618,7 @@ class _Agreement:
     runs: SiloRuns | None  # None where only facts were asked for
     plan: str = ""  # the message with the plan, as it came
     secure_sum: bool = False  # whether replies leave the silo under masks alone
+    asker: str = ""  # the fingerprint of who has described it, and may ask by it
 
 
 def _refusal(error: Exception) -> bytes:
@@ -598,10 +632,10 @@ def _refusal(error: Exception) -> bytes:
         cause = cause.__cause__
     if cause is None and isinstance(error, ModelError | DataError | GuideError):
         # Words for this process count its rows, and call it the first of its one silo.
-        words = HERE.sub("this silo", COUNTS.sub("some of the", str(error)))
+        words = HERE.sub("this silo", COUNTS.sub("some of the", SHAPES.sub("(...)", str(error))))
         if words != str(error):
             LOG.warning("refused: %s", error)
-        return refusal(type(error)(words)) if type(error) in CROSSING.values() else refusal(error)
+        return write({}, {"error": type(error).__name__, "words": words})
     # What other errors say may hold data, or a path and in it a user's name: it stays here.
     LOG.error("a message could not be answered", exc_info=error)
     words = f"{type(cause or error).__name__} at the silo, whose log"
@@ -615,6 +649,21 @@ def num_rows_of(data: object) -> int:
     values: Any = data.values() if isinstance(data, Mapping) else [data]
     lengths = [len(v) for v in values if hasattr(v, "__len__") and not isinstance(v, str)]
     return max(lengths, default=0)
+
+
+def columns_read(data: object, names: Sequence[str]) -> list[str]:
+    """Return the columns that arguments of a text read; ``"x.age"`` of an argument ``x``."""
+    if is_frame(data):
+        own = list(map(str, data.columns))
+        return list(names) if set(names) <= set(own) else own
+    columns = column_names(data)
+    each = ([f"{name}.{c}" for c in columns[name]] if name in columns else [name] for name in names)
+    return [name for names in each for name in names]
+
+
+def names_in(facts: Facts) -> list[str]:
+    """Return the names of all arguments that facts tell of."""
+    return [a.name for a in facts.arguments] + [name for name, _ in facts.static]
 
 
 def what_is_asked(described: Mapping[str, Any]) -> str:

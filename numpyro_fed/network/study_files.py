@@ -1,10 +1,11 @@
-"""The files of a study: its module, its hash, the names in it, and a silo's data."""
+"""The files of a study: its module, its hash, the names in it, a silo's data, and a key."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.methods.method import FederatedMethod
-from numpyro_fed.network.owner import study_hash
+from numpyro_fed.rounds.envelopes import KEY_FILE, PrivateKey
 
 
 def load_study(path: str | Path) -> tuple[ModuleType, str]:
@@ -62,3 +63,27 @@ def data_of(where: str) -> Any:
     if not callable(function):
         raise ModelError(f"{path} has no function {name}(). It returns the silo's data.")
     return function()
+
+
+def study_hash(study: ModuleType, modules: list[ModuleType]) -> str:
+    """Return the hash of a study's file and of the modules beside it that it imports."""
+    root = Path(str(study.__file__)).parent
+    files = {Path(str(study.__file__))}
+    for module in modules:
+        file = getattr(module, "__file__", None)
+        if file and Path(file).suffix == ".py" and Path(file).resolve().is_relative_to(root):
+            files.add(Path(file).resolve())
+    digest = sha256()
+    for file in sorted(files - {f for f in files if "site-packages" in f.parts}):
+        # Lines may end as the machine has them.
+        text = file.read_bytes().replace(b"\r\n", b"\n")
+        digest.update(f"{file.relative_to(root).as_posix()} {len(text)}\n".encode() + text)
+    return digest.hexdigest()
+
+
+def key_of(file: Path | None) -> PrivateKey | None:
+    """Return the key in a file; without one, that of ``numpyro-fed key`` if there is one."""
+    if file is not None:
+        return PrivateKey.load(file.expanduser())
+    usual = KEY_FILE.expanduser()
+    return PrivateKey.load(usual) if usual.exists() else None

@@ -6,8 +6,9 @@ for one silo, study or moment is no question at another one. Replies are encrypt
 (X25519 with a fresh key each, HKDF, ChaCha20-Poly1305) and signed by the silo: whoever carries them
 cannot read them, nor put others in their place.
 
-A silo is known by its key once it has answered. The first message of a session is signed for any
-silo; only what spends nothing is answered then.
+A silo is known by its key once it has answered, or by its fingerprint where the asker was told that
+before. The first message of a session is signed for a number of a silo alone; only what spends
+nothing is answered then.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from numpyro_fed.basics.errors import DataError, ModelError, optional
+from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.files import canonical, private_folder, read_record, write_atomically
 from numpyro_fed.rounds.messages import read, write
 
-PURPOSE = b"numpyro_fed envelope 1"
+PURPOSE, KEY_BYTES = b"numpyro_fed envelope 1", 32
 ENVELOPE, SIGNATURE, MESSAGE = "envelope", "signature", "message"  # the names in its bytes
 SEALED = "sealed"
 # Where a user's own key is kept, unless another file is named.
@@ -42,12 +44,18 @@ class Envelope:
     study: str  # the hash of the study's files at the analyst; empty without one
     session: str  # of a federation: one number grows within it
     count: int  # it grows with each message, also where one is sent again
-    to: str  # the public key of the silo (Ed25519); empty before it has answered
+    silo: int  # the number of the silo that is asked
+    to: str  # the public key of that silo (Ed25519); empty before it has answered
 
     @property
     def fingerprint(self) -> str:
         """Return the digest by which a policy names the requester."""
         return fingerprint_of(self.requester)
+
+    def asked(self, message: bytes) -> bytes:
+        """Return a digest of what is asked, of whom and when: the same where it is asked again."""
+        whom = canonical([self.requester, self.replies_to, self.session, self.silo])
+        return _joined(whom.encode(), message)
 
 
 @dataclass(frozen=True)
@@ -56,10 +64,14 @@ class PrivateKey:
 
     private: bytes = field(repr=False)
 
+    def __post_init__(self) -> None:
+        if len(self.private) != KEY_BYTES:
+            raise ModelError(f"a key has {KEY_BYTES} bytes, and this one {len(self.private)}.")
+
     @classmethod
     def generate(cls) -> PrivateKey:
         """Return a new key, of random bytes of the operating system."""
-        return cls(os.urandom(32))
+        return cls(os.urandom(KEY_BYTES))
 
     @classmethod
     def load(cls, file: Path) -> PrivateKey:
@@ -108,46 +120,61 @@ class PrivateKey:
             _derived(self.private, b"replies")
         )
 
-    def request(self, message: bytes, study: str, session: str, count: int, to: str) -> bytes:
-        """Return a message in a signed envelope, with what :class:`Envelope` says beside it."""
-        replies_to = self._opening.public_key().public_bytes_raw().hex()
-        text = canonical(Envelope(self.public, replies_to, study, session, count, to))
-        signature = self._signing.sign(_signed(text, message)).hex()
-        return write(
-            {MESSAGE: np.frombuffer(message, np.uint8)}, {ENVELOPE: text, SIGNATURE: signature}
-        )
+    def request(self, message: bytes, envelope: Envelope) -> bytes:
+        """Return a message in an envelope, signed; the keys in it are those of this key."""
+        text = canonical(envelope)
+        signature = self._signing.sign(_joined(text.encode(), message)).hex()
+        head = {ENVELOPE: text, SIGNATURE: signature}
+        return write({MESSAGE: np.frombuffer(message, np.uint8)}, head)
+
+    def envelope(self, study: str, session: str, count: int, silo: int, to: str) -> Envelope:
+        """Return an envelope of this key, with what :class:`Envelope` says."""
+        return Envelope(self.public, self._replies_to, study, session, count, silo, to)
 
     def reply(self, reply: bytes, envelope: Envelope, message: bytes) -> bytes:
         """Return a silo's reply to a message, signed, which only the requester can read."""
         own = _crypto("asymmetric.x25519").X25519PrivateKey.generate()
-        cipher, fresh = _cipher(own, envelope.replies_to, message), own.public_key()
+        ephemeral = own.public_key().public_bytes_raw().hex()
+        asked = envelope.asked(message)
         # Each key encrypts once, so that the number that is used once may be zero.
-        sealed = cipher.encrypt(bytes(12), reply, None)
-        ephemeral = fresh.public_bytes_raw().hex()
-        signature = self._signing.sign(_signed(ephemeral, message + sealed)).hex()
+        sealed = _cipher(own, envelope.replies_to, ephemeral, asked).encrypt(bytes(12), reply, None)
+        signature = self._signing.sign(_joined(ephemeral.encode(), asked, sealed)).hex()
         head = {"silo": self.public, "ephemeral": ephemeral, SIGNATURE: signature}
         return write({SEALED: np.frombuffer(sealed, np.uint8)}, head)
 
-    def opened(self, reply: bytes, message: bytes) -> tuple[bytes, str]:
+    def opened(self, reply: bytes, envelope: Envelope, message: bytes) -> tuple[bytes, str]:
         """Return what a reply to a message says, and the public key of the silo that says it.
 
         Raises
         ------
         DataError
-            If it is a reply to another message, is encrypted to somebody else, or was changed.
+            If it is a reply to another message, session or silo, is encrypted to somebody else, or
+            was changed.
         """
         head, arrays = read(reply)
         try:
-            sealed = arrays[SEALED].tobytes()
-            said = _signed(head["ephemeral"], message + sealed)
+            sealed, ephemeral, asked = arrays[SEALED], head["ephemeral"], envelope.asked(message)
+            said = _joined(ephemeral.encode(), asked, sealed.tobytes())
             _verify(head["silo"], head[SIGNATURE], said)
-            cipher = _cipher(self._opening, head["ephemeral"], message)
-            return cipher.decrypt(bytes(12), sealed, None), head["silo"]
+            cipher = _cipher(self._opening, ephemeral, ephemeral, asked)
+            return cipher.decrypt(bytes(12), sealed.tobytes(), None), head["silo"]
         # The library has an error of its own for each way in which bytes can be wrong.
         except Exception as error:
             raise DataError(
                 "a silo's reply is not sealed for the key that asked, or was changed on its way"
             ) from error
+
+    def can_seal(self, envelope: Envelope) -> bool:
+        """Return whether a reply can be encrypted to the key of an envelope."""
+        try:
+            _cipher(self._opening, envelope.replies_to, "", b"")
+        except ValueError:  # other digits, other lengths, and points that give all the same secret
+            return False
+        return True
+
+    @cached_property
+    def _replies_to(self) -> str:
+        return self._opening.public_key().public_bytes_raw().hex()
 
 
 def is_sealed(reply: bytes) -> bool:
@@ -169,7 +196,7 @@ def signed_message(request: bytes) -> tuple[Envelope, bytes] | None:
     envelope = read_record(Envelope, head[ENVELOPE])
     message = arrays[MESSAGE].tobytes() if MESSAGE in arrays else b""
     try:
-        _verify(envelope.requester, head[SIGNATURE], _signed(canonical(envelope), message))
+        _verify(envelope.requester, head[SIGNATURE], _joined(canonical(envelope).encode(), message))
     # Other lengths, other digits, another signature: each is an error of another type.
     except Exception as error:
         raise DataError("the signature of the request is not that of its key") from error
@@ -182,9 +209,9 @@ def fingerprint_of(public: str) -> str:
     return f"SHA256:{digest.rstrip('=')}"
 
 
-def _signed(text: str, content: bytes) -> bytes:
-    """Return the bytes that are signed for a head and a content."""
-    return PURPOSE + sha256(text.encode()).digest() + sha256(content).digest()
+def _joined(*parts: bytes) -> bytes:
+    """Return bytes that stand for several parts, and for no others."""
+    return PURPOSE + b"".join(sha256(part).digest() for part in parts)
 
 
 def _verify(public: str, signature: str, said: bytes) -> None:
@@ -193,11 +220,11 @@ def _verify(public: str, signature: str, said: bytes) -> None:
     key.verify(bytes.fromhex(signature), said)
 
 
-def _cipher(own: Any, public: str, message: bytes) -> Any:
-    """Return the cipher of the two who know one of two keys each, for the reply to a message."""
-    other = _crypto("asymmetric.x25519").X25519PublicKey.from_public_bytes(bytes.fromhex(public))
-    key = _derived(own.exchange(other), sha256(message).digest())
-    return _crypto("ciphers.aead").ChaCha20Poly1305(key)
+def _cipher(own: Any, other: str, ephemeral: str, asked: bytes) -> Any:
+    """Return the cipher of the two who know one of two private keys each, for one reply."""
+    key = _crypto("asymmetric.x25519").X25519PublicKey.from_public_bytes(bytes.fromhex(other))
+    secret = _derived(own.exchange(key), _joined(ephemeral.encode(), asked))
+    return _crypto("ciphers.aead").ChaCha20Poly1305(secret)
 
 
 def _derived(secret: bytes, purpose: bytes) -> bytes:
@@ -207,5 +234,5 @@ def _derived(secret: bytes, purpose: bytes) -> bytes:
 
 
 def _crypto(module: str) -> Any:
-    """Return a module of the library cryptography, which the extra ``privacy`` carries."""
-    return optional(f"cryptography.hazmat.primitives.{module}", "privacy")
+    """Return a module of the library cryptography, which is imported where there are keys."""
+    return import_module(f"cryptography.hazmat.primitives.{module}")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import secrets
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -31,7 +31,7 @@ from numpyro_fed.basics.files import FolderLock, Store, log_privately
 from numpyro_fed.basics.programs import is_double
 from numpyro_fed.basics.version import VERSION
 from numpyro_fed.data.silo_data import checked_names
-from numpyro_fed.rounds.envelopes import PrivateKey, is_sealed
+from numpyro_fed.rounds.envelopes import PrivateKey, fingerprint_of, is_sealed
 from numpyro_fed.rounds.messages import (
     ACCEPT,
     DESCRIBE,
@@ -50,6 +50,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.05, 5.0
 # Silos that are asked at once; each takes a thread, which waits for bytes.
 MAX_AT_ONCE = 64
 LOG = "log.jsonl"
+KEYS_LOG = logging.getLogger("numpyro_fed.federation")
 # What a journal keeps.
 SESSION, REPLIES, SILO_KEYS = "session", "replies", "silo keys"
 STALE = "StaleError"  # the name of the refusal of a message that came after a later one
@@ -116,6 +117,10 @@ class Federation:
         others. ``numpyro-fed run`` takes that of ``numpyro-fed key``.
     study : str
         The hash of the study's files, which silos compare with that of theirs.
+    silo_keys : sequence of str, optional
+        The fingerprints of the silos' keys, ``"SHA256:..."``, in the order of the silos, as a
+        silo's process prints its own (:attr:`numpyro_fed.Silo.fingerprint_of_replies`). Without
+        them the key of a silo's first answer is believed, and others are not from then on.
 
     Raises
     ------
@@ -157,6 +162,7 @@ class Federation:
         silo_names: Sequence[str] = (),
         key: PrivateKey | None = None,
         study: str = "",
+        silo_keys: Sequence[str] = (),
     ):
         positive_int("at_once", at_once)
         positive_number("patience", patience)
@@ -171,14 +177,18 @@ class Federation:
         self._log = Path(state) / LOG if log is None and state is not None else log
         self._log_lock, self._key, self._study = threading.Lock(), key, study
         self._last_count, self._silo_keys = 0, dict[int, str]()
+        self._expected_keys = tuple(silo_keys)
+        if len(self._expected_keys) not in (0, self.num_silos):
+            raise DataError(
+                f"silo_keys has {len(self._expected_keys)} entries, and there are "
+                f"{self.num_silos} silos: give one for each, in their order."
+            )
         self._session = secrets.token_bytes(12) if journal is None else journal.session
         if journal is not None:
             self._silo_keys |= journal.silo_keys
         self._num_sums = self._num_parts = self._num_runs = 0
         self._cached = dict[Hashable, Any]()
         self._at_once = min(self.num_silos, at_once)
-        one = self._at_once == 1
-        self._pool = None if one else ThreadPoolExecutor(self._at_once, "numpyro-fed-ask")
 
     def __len__(self) -> int:
         return self.num_silos
@@ -207,6 +217,7 @@ class Federation:
             silo_names=[self.silo_names[j] for j in numbers] if self.silo_names else (),
             key=self._key,
             study=self._study,
+            silo_keys=[self._expected_keys[j] for j in numbers] if self._expected_keys else (),
         )
 
     def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
@@ -262,22 +273,55 @@ class Federation:
         asked = [(j, message, deadline) for j, message in pairs.items() if j not in known]
         replies = {j: reply for j, reply in known.items() if reply}
         away = {j: "away then, too" for j, reply in known.items() if not reply}
-        # One after the other in this thread, whose settings of JAX a silo in it may need.
-        run = map if self._pool is None else self._pool.map
-        found = run(lambda one: self._one(exchange, *one), asked)
-        for (j, *_), reply in zip(asked, found, strict=True):
-            if isinstance(reply, bytes):
-                replies[j] = reply
-            else:
+        without: dict[int, tuple[bytes, bytes]] = {}
+        for j, message, reply in self._as_they_come(exchange, asked):
+            if isinstance(reply, OSError):
                 away[j] = f"{reply}" or type(reply).__name__
+            else:
+                replies[j] = reply
+            if j in away or is_refusal(replies[j]):
+                without[j] = message, replies.get(j, b"")
+            elif self._journal is not None:
+                # At once: what has come is not asked for again, whatever ends the others.
+                self._journal.add({j: (message, replies[j])})
         if self._journal is not None:
-            # Also where some are away: what has come is not asked for again.
-            self._journal.add({j: (m, replies.get(j, b"")) for j, m, _ in asked})
+            self._journal.add(without)
         if away:
             raise SiloAwayError(away, exchange, self.patience, replies)
         for j in who:
             raise_refusal(replies[j], j, exchange)
         return [replies[j] for j in who]
+
+    def _as_they_come(
+        self, exchange: str, asked: Sequence[tuple[int, bytes, float]]
+    ) -> Iterator[tuple[int, bytes, bytes | OSError]]:
+        """Ask silos, and yield each with its message and its reply, or why there is none."""
+        if self._at_once == 1:
+            # In this thread, whose settings of JAX a silo in it may need.
+            yield from ((j, m, self._one(exchange, j, m, until)) for j, m, until in asked)
+            return
+        come: queue.Queue[tuple[int, bytes, bytes | Exception]] = queue.Queue()
+        free = threading.Semaphore(self._at_once)
+
+        def ask(silo: int, message: bytes, until: float) -> None:
+            with free:
+                try:
+                    come.put((silo, message, self._one(exchange, silo, message, until)))
+                except Exception as error:  # raised where the reply is waited for
+                    come.put((silo, message, error))
+
+        for one in asked:
+            # A daemon: a script that has ended does not wait for replies that nobody uses.
+            threading.Thread(target=ask, args=one, daemon=True).start()
+        failed: Exception | None = None
+        for _ in asked:
+            silo, message, reply = come.get()
+            if isinstance(reply, bytes | OSError):
+                yield silo, message, reply
+            else:
+                failed = failed or reply
+        if failed is not None:
+            raise failed
 
     def sum_terms(self, who: Sequence[int]) -> dict[int, Terms]:
         """Return the terms of a new sum over silos, as each of them is told.
@@ -336,32 +380,48 @@ class Federation:
             return self._engine.send(silo, message, timeout)
         with self._log_lock:  # one number for each try
             count = self._last_count = max(self._last_count + 1, time.time_ns())
-        session, to = self._session.hex(), self._silo_keys.get(silo, "")
-        request = self._key.request(message, self._study, session, count, to)
-        sealed = self._engine.send(silo, request, timeout)
+        known = self._silo_keys.get(silo, "")
+        envelope = self._key.envelope(self._study, self._session.hex(), count, silo, known)
+        sealed = self._engine.send(silo, self._key.request(message, envelope), timeout)
+        refused = partial(ReplyError, silo=silo, exchange=exchange)
         try:
+            head, _ = read(sealed)
             if not is_sealed(sealed):
-                head, _ = read(sealed)
-                if head.get("error") == STALE:
-                    raise ConnectionError("a message came after a later one; it is signed again")
-                if "error" not in head:
-                    raise DataError("a reply came that is not sealed")
-                return sealed
-            reply, public = self._key.opened(sealed, message)
+                words = ascii(head.get("words", "without a reason"))[:500]
+                raise DataError(f"the silo, or somebody on the way, does not answer: {words}")
+            reply, public = self._key.opened(sealed, envelope, message)
         except DataError as error:
-            raise ReplyError(f"is refused: {error}", silo=silo, exchange=exchange) from error
-        with self._log_lock:
-            known = self._silo_keys.setdefault(silo, public)
-            if not to and self._journal is not None:
-                self._journal.keep_silo_keys(self._silo_keys)
-        if public != known:
-            raise ReplyError(
-                "is refused: another silo answers in its place than before, by its key. If its "
-                "folder was lost, begin the study again with a new folder state=.",
-                silo=silo,
-                exchange=exchange,
-            )
+            raise refused(f"is refused: {error}") from error
+        self._check_silo(silo, public, refused)
+        head, _ = read(reply)
+        if head.get("error") == STALE:
+            # The clock of this machine may have been set back since.
+            with self._log_lock:
+                self._last_count = max(self._last_count, int(head["words"].rpartition(" ")[2]))
+            raise ConnectionError("the silo has a later number than this one; it is signed again")
         return reply
+
+    def _check_silo(self, silo: int, public: str, refused: Callable[[str], ReplyError]) -> None:
+        """Keep the public key of a silo that answers first; raise an error for another one."""
+        with self._log_lock:
+            is_new = silo not in self._silo_keys
+            known = self._silo_keys.setdefault(silo, public)
+            expected = self._expected_keys[silo] if self._expected_keys else ""
+            if expected and fingerprint_of(public) != expected:
+                self._silo_keys.pop(silo)
+                raise refused(
+                    f"is refused: it is signed by {fingerprint_of(public)}, and silo_keys names "
+                    f"{expected}. Ask the site, on another way, which one is its."
+                )
+            if is_new:
+                KEYS_LOG.info("silo %d answers by the key %s", silo, fingerprint_of(public))
+                if self._journal is not None:
+                    self._journal.keep_silo_keys(self._silo_keys)
+        if public != known:
+            raise refused(
+                "is refused: another silo answers in its place than before, by its key. If its "
+                "folder was lost, begin the study again with a new folder state=."
+            )
 
 
 class Arrivals:

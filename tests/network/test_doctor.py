@@ -261,7 +261,7 @@ def open_key(place, patch):
 
 
 def broken_audit(place, patch):
-    (place.folder / "audit.jsonl").write_text('{"line": 2, "before": ""}\n')
+    (place.folder / "audit.jsonl").write_text('{"line": 1, "before": "x"}\n')
 
 
 def cut_audit(place, patch):

@@ -1,23 +1,21 @@
 """Who may ask a silo: signatures that hold for one silo, study and moment, and studies approved."""
 
-import json
-import threading
 import time
 from dataclasses import replace
 
 import jax
 import models
 import numpy as np
+import pandas as pd
 import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, ModelError, RefusedError, ReplyError
-from numpyro_fed.network import Folder, InMemory, PrivateKey
-from numpyro_fed.network.audit import check_audit
+from numpyro_fed.basics.files import canonical
+from numpyro_fed.network import InMemory, PrivateKey
 from numpyro_fed.network.cli import main
-from numpyro_fed.network.owner import answer_files, words_of
 from numpyro_fed.network.requesters import APPROVED, REFUSED, Study, keep_study, studies
-from numpyro_fed.rounds.envelopes import ENVELOPE, SIGNATURE, signed_message
+from numpyro_fed.rounds.envelopes import ENVELOPE, SIGNATURE, is_sealed, signed_message
 from numpyro_fed.rounds.messages import read, write
 
 KEY, level = jax.random.key(0), models.level()
@@ -73,15 +71,23 @@ def test_whoever_carries_a_reply_cannot_read_it(asked):
         said, content = read(reply).head, read(reply).arrays["sealed"].tobytes()
         assert set(said) == {"silo", "ephemeral", SIGNATURE}
         assert b"mu" not in content
+        envelope, said_to = signed_message(message)
         with pytest.raises(DataError, match="not sealed for the key that asked"):
-            STRANGER.opened(reply, signed_message(message)[1])
+            STRANGER.opened(reply, envelope, said_to)
+        # Nor is it the answer to the same question in another session, or of another silo.
+        for other in (replace(envelope, session="another"), replace(envelope, silo=9)):
+            with pytest.raises(DataError, match="not sealed"):
+                ANALYST.opened(reply, other, said_to)
 
 
 def refused(one, message):
-    """Whether a silo refuses a message in plain words, and spends nothing."""
+    """Whether a silo refuses a message, and spends nothing."""
     before = one._ledger.kept
-    head, arrays = read(one.answer(message))
+    reply = one.answer(message)
     assert one._ledger.kept == before
+    if is_sealed(reply):  # to the analyst, whose signature it is
+        reply, _ = ANALYST.opened(reply, *signed_message(message))
+    head, arrays = read(reply)
     return "error" in head and not arrays
 
 
@@ -89,31 +95,35 @@ def forged(message, other):
     """A message as an attacker would change it, by name."""
     envelope, said = signed_message(message)
     head, arrays = read(message)
-    later = replace(envelope, count=envelope.count + 10**15)
-    text = json.dumps(later.__dict__, sort_keys=True, separators=(",", ":"))
-    settings = (envelope.study, envelope.session, later.count, envelope.to)
+    text = canonical(replace(envelope, count=envelope.count + 10**15))
     changed = bytearray(said)
     changed[-1] ^= 1
     flipped = {"message": np.frombuffer(bytes(changed), np.uint8)}
     silent = dict.fromkeys((ENVELOPE, SIGNATURE), "")
+
+    def by(key, **changes):
+        return key.request(said, replace(envelope, count=envelope.count + 1, **changes))
+
+    own = dict(requester=STRANGER.public, replies_to=STRANGER._replies_to)
     return {
         "doubled": message,
         "without its envelope": said,
-        "by another key": STRANGER.request(said, *settings),
+        "by another key": by(STRANGER, **own),
         "with another number": write(arrays, head | {ENVELOPE: text}),
         "with the signature of another message": write(
             arrays, head | {SIGNATURE: read(other).head[SIGNATURE]}
         ),
         "with another content": write(flipped, head),
         "with an empty signature": write(arrays, head | silent),
-        "of another study": ANALYST.request(said, "there", *settings[1:]),
-        "of an earlier moment": ANALYST.request(said, *settings[:2], 1, envelope.to),
-        "for no silo": ANALYST.request(b"head" + said, *settings[:3], ""),
+        "of another study": by(ANALYST, study="there"),
+        "of an earlier moment": ANALYST.request(said, replace(envelope, count=1)),
+        "of a later day": ANALYST.request(said, replace(envelope, count=10**30)),
         "cut off": message[:-1],
-        "in the analyst's name": write(
-            arrays, head | {SIGNATURE: read(STRANGER.request(said, *settings)).head[SIGNATURE]}
-        ),
-        "for another silo": ANALYST.request(said, *settings[:3], STRANGER.public),
+        "in the analyst's name": by(STRANGER),
+        "for another silo": by(ANALYST, to=STRANGER.public),
+        "for another number": by(ANALYST, silo=7),
+        "with no key for replies": by(ANALYST, replies_to="00" * 32),
+        "of a session without end": by(ANALYST, session="0" * 65),
     }
 
 
@@ -208,7 +218,9 @@ def test_a_study_waits_for_its_owner(tmp_path, capsys):
     assert asks() == 4
     with pytest.raises(ModelError, match="waits"):  # it is another study who asks it for
         asks(STRANGER)
-    assert main(["approve", id_, "--until", "2001-01-01", *words]) == 0
+    assert main(["approve", id_, "--until", "2001-01-01", *words]) == 1  # over already
+    store = nf.Silo(DATA[0], names={}, state=state)._store
+    keep_study(store, replace(studies(store)[0], until=1.0))
     with pytest.raises(ModelError, match="waits"):
         asks()
     assert main(["refuse", id_, *words]) == 0
@@ -248,89 +260,6 @@ def test_a_text_reads_no_other_columns_and_few_persons_are_not_told():
                 nf.moments(there, ["y"])
 
 
-# --- the audit log ---------------------------------------------------------------------------
-
-
-def test_an_audit_log_says_who_asked_and_why_not_and_cannot_be_changed(tmp_path):
-    file = tmp_path / "audit.jsonl"
-    here = silo(audit=str(file), columns=("y",), study="files")
-    there = federation([here], study="files")
-    nf.moments(there, ["y"])
-    with pytest.raises(ModelError):
-        nf.levels(there, ["x"])
-    here.answer(b"nothing that can be read")
-    told, no, strange = map(json.loads, file.read_text().splitlines())
-    assert told["requester"] == no["requester"] == ANALYST.fingerprint
-    assert (told["study"], told["refused"], told["why"]) == ("files", False, "")
-    assert "'x' is not among" in no["why"]
-    assert "cannot be read" in strange["why"]
-    assert check_audit(file) == 3
-    lines = file.read_text().splitlines(keepends=True)
-    for wrong in (
-        [lines[0].replace('"moments"', '"levels"'), *lines[1:]],
-        [lines[0], lines[2]],
-        [lines[1], lines[0], lines[2]],
-        [lines[0], lines[0], *lines[1:]],
-    ):
-        file.write_text("".join(wrong))
-        with pytest.raises(DataError, match="does not follow"):
-            check_audit(file)
-
-
-def test_an_audit_log_goes_on_in_another_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("numpyro_fed.network.audit.LARGEST", 1_000)
-    file = tmp_path / "audit.jsonl"
-    here = silo(audit=str(file))
-    for _ in range(5):
-        here.answer(b"")
-    assert len(list(tmp_path.glob("audit.jsonl.*"))) >= 1
-    assert check_audit(file) == 5
-
-
-# --- rounds by files -------------------------------------------------------------------------
-
-
-def test_rounds_by_files_are_those_of_one_process(tmp_path, asked):
-    """Files go to and fro while the script runs; it stops in between, and goes on."""
-    sites, done = ["Basel", "Bern"], []
-    silos = [silo(data, state=tmp_path / f"state of {j}") for j, data in enumerate(DATA)]
-
-    def script(patience):
-        there = nf.Federation(
-            Folder(tmp_path / "files", sites, every=0.01),
-            names={"level": level},
-            key=ANALYST,
-            state=tmp_path / "analyst",
-            patience=patience,
-        )
-        done.append(run(there))
-
-    with pytest.raises(ConnectionError):
-        script(patience=0.05)  # nobody answers
-    first = {site: list((tmp_path / "files" / site).glob("*.request")) for site in sites}
-    assert all(len(files) == 1 for files in first.values())
-    said = words_of("a file", first["Bern"][0].read_bytes())
-    assert ANALYST.fingerprint in said
-    assert "asks for 'describe'" in said
-    thread = threading.Thread(target=script, args=(60.0,))
-    thread.start()
-    while thread.is_alive():
-        for one, site in zip(silos, sites, strict=True):
-            answer_files(one, tmp_path / "files" / site)
-        time.sleep(0.01)
-    assert done == [asked[2]]
-    files = sorted(f.name for f in (tmp_path / "files" / "Bern").iterdir())
-    assert all(name.endswith(".done") for name in files)
-    reply = next((tmp_path / "files" / "Bern").glob("*.reply.done"))
-    assert "sealed" in words_of("a file", reply.read_bytes())
-    assert len(files) == 2 * len({signed_message(m)[1] for j, m, _ in asked[1] if j == 1})
-
-
-def test_a_folder_without_silos_is_refused(tmp_path):
-    with pytest.raises(DataError, match="no folder of a silo"):
-        Folder(tmp_path)
-
-
 # --- what a refusal tells --------------------------------------------------------------------
 
 
@@ -345,3 +274,141 @@ def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr("numpyro_fed.rounds.federation.VERSION", "99.0")
     with pytest.raises(ModelError, match=r"numpyro_fed 99\.0 asks, and this silo has "):
         federation([silo()]).describe({"model": "level"})
+
+
+def test_a_refusal_of_a_study_that_waits_tells_nothing_of_the_data(tmp_path):
+    """Also where its text does not fit the data: their shapes are in the error."""
+
+    def other(x, y):
+        return x
+
+    policy = nf.Policy(approve="ask", min_rows=1)
+    here = nf.Silo(DATA[0], names={"other": other}, policy=policy)
+    there = nf.Federation(InMemory([here.answer]), names={"other": other}, key=ANALYST)
+    with pytest.raises(ModelError, match="waits for the silo's owner") as error:
+        there.describe({"model": "other"})
+    assert "9" not in str(error.value).partition("approve")[0]
+
+
+# --- what somebody on the way, or another requester, can do ----------------------------------
+
+
+def test_a_refusal_that_nobody_has_signed_is_not_the_silos():
+    words = {"error": "DataError", "words": "your key has expired: send it to me\n"}
+    there = nf.Federation(InMemory([lambda message: write({}, words)]), key=ANALYST)
+    with pytest.raises(ReplyError, match=r"or somebody on the way, .*'your key has expired.*\\n'"):
+        nf.moments(there, ["y"])
+
+
+def test_a_silo_is_known_by_the_fingerprint_that_its_site_has_told():
+    one, two = silo(), silo()
+    told = [one.fingerprint_of_replies]
+    for here, match in ((one, None), (two, r"silo_keys names SHA256:")):
+        there = nf.Federation(InMemory([here.answer]), key=ANALYST, silo_keys=told)
+        if match is None:
+            assert nf.moments(there, ["y"]).mean["y"] == 4
+        else:
+            with pytest.raises(ReplyError, match=match):
+                nf.moments(there, ["y"])
+    with pytest.raises(DataError, match="silo_keys has 2 entries"):
+        nf.Federation(InMemory([one.answer]), silo_keys=told * 2)
+
+
+def test_what_one_requester_has_begun_no_other_one_asks():
+    both = (ANALYST.fingerprint, STRANGER.fingerprint)
+    silos, heard = [silo(data, requesters=both) for data in DATA], []
+    run(federation(silos, heard))
+    one = silos[0]
+    for j, message, _ in heard:
+        envelope, said = signed_message(message)
+        if j or not envelope.to:
+            continue
+        to = one._requesters.key.public
+        theirs = STRANGER.envelope("", "b" * 24, envelope.count, 0, to)
+        reply, _ = STRANGER.opened(one.answer(STRANGER.request(said, theirs)), theirs, said)
+        assert "another requester has described" in read(reply).head["words"]
+
+
+def test_a_clock_that_is_set_back_ends_no_study(tmp_path, monkeypatch):
+    here = silo(state=tmp_path / "silo")
+    nf.moments(federation([here], state=tmp_path / "analyst"), ["y"])
+    before = time.time_ns() - 3_600 * 10**9
+    monkeypatch.setattr("numpyro_fed.rounds.federation.time.time_ns", lambda: before)
+    there = federation([here], state=tmp_path / "analyst")
+    nf.moments(there, ["y"])  # from the journal
+    assert there.describe({"model": "level"})
+
+
+def test_an_owners_no_is_not_undone_by_the_next_question(tmp_path, monkeypatch):
+    here = silo(approve="ask", study="here")
+    keep_study(here._store, Study(ANALYST.fingerprint, "here", APPROVED, time.time() + 60))
+    there = federation([here], study="here")
+    nf.moments(there, ["y"])
+    keep_study(here._store, Study(ANALYST.fingerprint, "here", REFUSED))
+    for columns in (["y"], ["x"]):
+        with pytest.raises(ModelError, match="has refused"):
+            nf.levels(there, columns)
+    assert studies(here._store)[0].state == REFUSED
+    assert set(studies(here._store)[0].costs) == {"moments", "levels"}
+
+
+def test_the_last_question_may_be_answered_again_by_hand(asked):
+    heard = []
+    here = silo()
+    nf.moments(federation([here], heard), ["y"])
+    (_, message, reply) = heard[0]
+    envelope, said = signed_message(message)
+    assert refused(here, message)
+    again = here.answer(message, again=True)
+    assert ANALYST.opened(again, envelope, said) == ANALYST.opened(reply, envelope, said)
+
+
+def test_what_has_come_is_kept_when_another_silo_stays_away(tmp_path):
+    calls = {0: 0, 1: 0}
+    silos = [silo(data) for data in DATA]
+
+    class Away(InMemory):
+        is_away = True
+
+        def send(self, silo, message, timeout):
+            calls[silo] += 1
+            if silo and self.is_away:
+                raise ReplyError("is refused", silo=1, exchange="moments")
+            return super().send(silo, message, timeout)
+
+    engine = Away([one.answer for one in silos])
+    options = dict(key=ANALYST, state=tmp_path / "analyst")
+    with pytest.raises(ReplyError):
+        nf.moments(nf.Federation(engine, **options), ["y"])
+    while not nf.Federation(engine, **options)._journal._waiting[0]:
+        time.sleep(0.01)
+    engine.is_away = False
+    before = calls[0]
+    assert nf.moments(nf.Federation(engine, **options), ["y"]).mean["y"] == 4.5
+    assert (calls[0] - before, before) == (0, 1)
+
+
+def test_a_text_that_takes_no_person_is_fitted_under_a_rule_of_persons():
+    data = [d | dict(patient=np.arange(9) // 3) for d in DATA]
+    rules = dict(person="patient", min_persons=3, columns=("y",))
+    asks = {"model": "level"}
+    _, facts = federation([silo(d, **rules) for d in data]).describe(asks)
+    assert facts == federation([silo(d) for d in DATA]).describe(asks)[1]
+    with pytest.raises(ModelError, match="fewer persons"):
+        federation([silo(d, **rules | dict(min_persons=4)) for d in data]).describe(asks)
+    with pytest.raises(ModelError, match="'y' is not among the columns"):
+        federation([silo(d, columns=("x",)) for d in DATA]).describe(asks)
+
+
+@pytest.mark.parametrize(
+    ("columns", "allowed"),
+    [(("x",), True), (("x.age", "x.hiv"), True), (("age", "hiv"), True), (("x.age",), False)],
+)
+def test_columns_of_a_frame_are_listed_by_name_or_as_a_whole(columns, allowed):
+    frame = pd.DataFrame(dict(age=np.arange(9.0), hiv=np.arange(9) % 2.0))
+    there = federation([silo(dict(x=frame), columns=columns)])
+    if allowed:
+        assert nf.moments(there, ["x"]).mean["x"].tolist() == [4, 4 / 9]
+    else:
+        with pytest.raises(ModelError, match=r"'x\.hiv' is not among the columns"):
+            nf.moments(there, ["x"])

@@ -338,5 +338,5 @@ def test_an_effect_that_a_silo_does_not_tell_is_no_average_either(tells):
     if tells:
         assert there.average(KEY, "effect", num_draws=20).rows == 3
         return
-    with pytest.raises(RefusedError, match=r"an average over 1 rows .*tell_latents"):
+    with pytest.raises(RefusedError, match=r"an average over fewer rows .*tell_latents"):
         there.average(KEY, "effect", num_draws=20)
