@@ -459,7 +459,11 @@ class Questions(ABC):
             raise ModelError("the model has no globals to plot.")
         prior = drawn_from_prior(run, jax.random.key(1), n)
         of_prior = None if prior is None else elements({name: prior[name] for name in chosen})[1]
-        return display.marginals(names, values, of_prior)
+        of_text = run._fit.model.bounds
+        bounds = [
+            of_text.get(c, display.UNBOUNDED) for c in chosen for _ in range(draws[c][0].size)
+        ]
+        return display.marginals(names, values, of_prior, bounds)
 
     @shows("draw")
     @in_precision_of_object

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import ArrayLike
 
+UNBOUNDED = (-np.inf, np.inf)  # where values lie that have no bounds
 MOST_PANELS = 24
 COLUMNS = 4
 # A colour means the same in all figures.
@@ -97,14 +98,23 @@ def labels_of(number: int, names: Sequence[str] | None, own: Sequence[str]) -> l
     return given
 
 
-def marginals(names: Sequence[str], posterior: np.ndarray, prior: np.ndarray | None) -> Figure:
-    """Return densities of the columns of draws (n, k), over those of the prior if there are any."""
+def marginals(
+    names: Sequence[str],
+    posterior: np.ndarray,
+    prior: np.ndarray | None,
+    bounds: Sequence[tuple[float, float]] | None = None,
+) -> Figure:
+    """Return densities of the columns of draws (n, k), over those of the prior if there are any.
+
+    Values of each column lie between its ``bounds``.
+    """
     from matplotlib.lines import Line2D
 
     shown = list(names[:MOST_PANELS])
     figure, axes = panels(len(shown))
     for i, (name, ax) in enumerate(zip(shown, axes, strict=True)):
-        x, density = curve(posterior[:, i])
+        within = UNBOUNDED if bounds is None else bounds[i]
+        x, density = curve(posterior[:, i], within)
         ax.fill_between(x, density, color=POSTERIOR, alpha=0.4, lw=0)
         ax.plot(x, density, color=POSTERIOR, label="posterior")
         if prior is not None:  # around the grid of the posterior
@@ -114,7 +124,7 @@ def marginals(names: Sequence[str], posterior: np.ndarray, prior: np.ndarray | N
             ax.set_xlim(left, right)
             inside = np.abs(before - x.mean()) < 2 * wide
             if inside.sum() > 2:
-                at, height = curve(before[inside])
+                at, height = curve(before[inside], within)
                 # A prior is much wider as a rule, and its curve is cut.
                 ax.plot(at, height * inside.mean(), color=PRIOR, ls="--", label="prior")
             if not ((before > left) & (before < right)).any():
@@ -134,20 +144,41 @@ def marginals(names: Sequence[str], posterior: np.ndarray, prior: np.ndarray | N
     return figure
 
 
-def curve(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a grid and the density of draws (n,) there, by kernels; a peak where all are equal."""
+def density_at(
+    x: np.ndarray,
+    draws: np.ndarray,
+    weights: np.ndarray | None = None,
+    bounds: tuple[float, float] = UNBOUNDED,
+) -> np.ndarray:
+    """Return the density of draws (n,) at a grid, by kernels that are reflected at bounds."""
     from scipy.stats import gaussian_kde
 
+    kernels = gaussian_kde(draws, weights=weights)
+    total = kernels(x) + sum(kernels(2 * bound - x) for bound in bounds if np.isfinite(bound))
+    return np.where((x >= bounds[0]) & (x <= bounds[1]), total, 0.0)
+
+
+def curve(
+    draws: np.ndarray, bounds: tuple[float, float] = UNBOUNDED
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a grid and the density of draws (n,) there, by kernels; a peak where all are equal."""
     draws = np.asarray(draws, float)
     low, high = np.quantile(draws, [(1 - SHOWN) / 2, (1 + SHOWN) / 2])
     if not high > low:
         return np.array([low - 0.5, low, low + 0.5]), np.array([0.0, 1.0, 0.0])
     margin = 0.15 * (high - low)
-    x = np.linspace(max(low - margin, draws.min()), min(high + margin, draws.max()), GRID)
+    # To a bound that is as near as the margin, else no farther than draws are.
+    ends = [
+        bound if abs(bound - end) <= 2 * margin else farthest
+        for bound, end, farthest in zip(
+            bounds, (low, high), (draws.min(), draws.max()), strict=True
+        )
+    ]
+    x = np.linspace(max(low - margin, ends[0]), min(high + margin, ends[1]), GRID)
     # Draws of a weighted posterior repeat. The kernels are as wide as the distinct ones ask for.
     inside = (draws >= low - margin) & (draws <= high + margin)
     at, times = np.unique(draws[inside], return_counts=True)
-    return x, gaussian_kde(at, weights=times)(x)
+    return x, density_at(x, at, times, bounds)
 
 
 def caterpillar(site: str, draws: np.ndarray, prior: np.ndarray, labels: Sequence[str]) -> Figure:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import Array
 from scipy.spatial.distance import cdist
-from scipy.stats import gaussian_kde, wasserstein_distance
+from scipy.stats import wasserstein_distance
 
 from numpyro_fed.after.arviz import elpd_data
 from numpyro_fed.after.own_rows import outcomes_of_silos
@@ -160,7 +160,8 @@ def compare(
             m: np.where(no_sd, np.nan, value)
             for m, value in zip(MEASURES, (*measures, distance / scale), strict=True)
         }
-    return Comparison(sites, pareto_k, draws, weights, nuts, labels)
+    bounds = {} if reference._run is None else reference._run.model.bounds
+    return Comparison(sites, pareto_k, draws, weights, nuts, labels, bounds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +184,7 @@ class Comparison:
     _weights: np.ndarray | None = field(repr=False)
     _nuts: Mapping[str, np.ndarray] = field(repr=False)
     _labels: EntryNames = field(default_factory=dict, repr=False)
+    _bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def joint(self) -> dict[str, float]:
@@ -264,10 +266,11 @@ class Comparison:
         for axis, (name, i) in zip(axes, shown, strict=True):
             nuts, fit = self._nuts[name][:, *i], self._draws[name][:, *i]
             low, high = np.quantile(nuts, [0.001, 0.999])
-            grid = np.linspace(low - 0.1 * (high - low), high + 0.1 * (high - low), 200)
-            below = gaussian_kde(nuts)(grid)
+            within, margin = self._bounds.get(name, display.UNBOUNDED), 0.1 * (high - low)
+            grid = np.linspace(max(low - margin, within[0]), min(high + margin, within[1]), 200)
+            below = display.density_at(grid, nuts, None, within)
             filled = axis.fill_between(grid, below, color=display.REFERENCE, lw=0, label="NUTS")
-            density = gaussian_kde(fit, weights=self._weights)(grid)
+            density = display.density_at(grid, fit, self._weights, within)
             (line,) = axis.plot(grid, density, color=display.POSTERIOR, label=label)
             axis.set(xlabel=element_name(name, i, self._labels), yticks=[], ylim=(0, None))
             axis.spines["left"].set_visible(False)

@@ -35,7 +35,7 @@ from numpyro_fed.text.handlers import OBSERVED, UNOBSERVED
 from numpyro_fed.text.jaxprs import Labels, provenance
 from numpyro_fed.text.membership import member_index
 from numpyro_fed.text.site_table import Plate, Rows, Site, Structure, Theta, sum_rows, unpack
-from numpyro_fed.text.supports import has_bounds
+from numpyro_fed.text.supports import bounds_of, has_bounds
 from numpyro_fed.text.trace import DENSITY, INITIAL, LATENT, PARAMETER, VALUE, Trace
 from numpyro_fed.text.traces import Traces, run_text
 
@@ -205,6 +205,12 @@ class FederatedModel:
         """Return the global latents whose values lie between two numbers, as those of a beta."""
         supports = self.structure.supports
         return frozenset(s.name for s in self.named("latent") if has_bounds(supports[s.name]))
+
+    @cached_property
+    def bounds(self) -> dict[str, tuple[float, float]]:
+        """Return the numbers between which values of global latents lie, by site."""
+        supports = self.structure.supports
+        return {s.name: bounds_of(supports[s.name]) for s in self.named("latent")}
 
     @property
     def smoothed(self) -> FederatedModel:

@@ -167,6 +167,15 @@ def has_bounds(support: object) -> bool:
     return isinstance(support, WITHIN_BOUNDS)
 
 
+def bounds_of(support: object) -> tuple[float, float]:
+    """Return the numbers between which all values of a support lie; infinite without a bound."""
+    if isinstance(support, constraints.independent):
+        return bounds_of(support.base_constraint)
+    low, high = getattr(support, "lower_bound", -np.inf), getattr(support, "upper_bound", np.inf)
+    whole = np.ndim(low) == np.ndim(high) == 0
+    return (float(low), float(high)) if whole else (-np.inf, np.inf)
+
+
 def _words(support: constraints.Constraint | None) -> tuple[str, str]:
     """Return the values of a support in words, and a remedy for other values."""
     simplex = "Divide them by their sum: y / y.sum(-1, keepdims=True). "

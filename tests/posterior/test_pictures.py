@@ -6,10 +6,12 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from scipy.stats import norm
 
 import numpyro_fed as nf
 from numpyro_fed.basics.display import caterpillar, checks, conflicts, curve, marginals
 from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.text.supports import bounds_of
 
 matplotlib.use("Agg")
 KEY = jax.random.key(0)
@@ -252,6 +254,25 @@ def test_curves_of_equal_draws_and_of_heavy_tails():
     x, density = curve(heavy)
     assert np.isfinite(density).all()
     assert abs(x[np.argmax(density)]) < 1
+
+
+def test_a_density_at_a_bound_is_that_up_to_it_and_nothing_beyond():
+    r = np.random.default_rng(0)
+    for draws, bounds, edge in (
+        (abs(r.normal(size=20_000)), (0.0, np.inf), 2 * norm.pdf(0)),
+        (r.uniform(size=20_000), (0.0, 1.0), 1.0),
+        (1 + abs(r.normal(size=20_000)), (1.0, np.inf), 2 * norm.pdf(0)),
+    ):
+        x, density = curve(draws, bounds)
+        assert x[0] == bounds[0]
+        assert x[-1] <= bounds[1]
+        np.testing.assert_allclose(density[0], edge, rtol=0.06)
+        np.testing.assert_allclose(np.trapezoid(density, x), 1, atol=0.02)
+    assert curve(draws)[1][0] < 0.8 * edge  # without the bound it falls there
+    supports = dist.HalfNormal(1).support, dist.Beta(2, 2).expand([2]).to_event(1).support
+    assert [bounds_of(s) for s in supports] == [(0, np.inf), (0, 1)]
+    assert bounds_of(dist.Normal().support) == (-np.inf, np.inf)
+    assert bounds_of(dist.Dirichlet(np.ones(3)).support) == (-np.inf, np.inf)
 
 
 # --- outcomes of yes or no -------------------------------------------------------------------
