@@ -14,27 +14,10 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.formulas import reading
 from numpyro_fed.formulas.design import Agreed, Design, columns_read, terms_read
 from numpyro_fed.formulas.grammar import SILO, Grammar, parse
 from numpyro_fed.formulas.outcomes import OutcomeFamily, family_of
-from numpyro_fed.formulas.tables import (
-    as_frame,
-    check_kinds,
-    check_new_rows,
-    check_terms,
-    complete_rows,
-    floats,
-    in_order,
-    is_numeric,
-    member_words,
-    named,
-    ordinal_range,
-    strings,
-    warn_of_missing,
-    warn_of_rare,
-    warn_of_silos,
-    without_empty,
-)
 from numpyro_fed.formulas.text import WrittenText
 from numpyro_fed.methods.columns import levels, moments
 from numpyro_fed.rounds.federation import Federation
@@ -118,38 +101,46 @@ class Formula:
                     "categorical=[...]); C(...) and ordinal outcomes are agreed on tables alone."
                 )
         else:
-            frames = {f"silo {n}": self._frame(f"silo {n}", table) for n, table in named(tables)}
+            frames = {
+                f"silo {n}": self._frame(f"silo {n}", table) for n, table in reading.named(tables)
+            }
             for name, frame in frames.items():
                 self._check(name, frame, [*read, grammar.response])
             own = {f"C_{c}" for c in grammar.factors}
-            check_kinds(frames, [c for c in read if c not in {*self.shared} | own])
-            asked = [frame[complete_rows(name, frame, read)] for name, frame in frames.items()]
+            reading.check_kinds(frames, [c for c in read if c not in {*self.shared} | own])
+            asked = [
+                frame[reading.complete_rows(name, frame, read)] for name, frame in frames.items()
+            ]
             if categorical is None:
                 categorical = [c for c in read if self._is_categorical(c, asked)]
             nested = self._nested(asked)
             own_groups = {g.factors[0] for g in grammar.groups if len(g.factors) == 1}
-            warn_of_silos(asked, sorted(own_groups - {SILO, *self.shared}))
+            reading.warn_of_silos(asked, sorted(own_groups - {SILO, *self.shared}))
             if ordinal:
-                first, categories = ordinal_range([frame[grammar.response] for frame in asked])
+                first, categories = reading.ordinal_range(
+                    [frame[grammar.response] for frame in asked]
+                )
         categorical = [*dict.fromkeys([*categorical, *self.shared])]
         numeric = [c for c in read if c not in categorical]
         numeric += [] if ordinal else [grammar.response]
         of_levels, of_numbers = asked, asked
         if not isinstance(asked, Federation):
-            of_levels = [strings(frame[categorical]) for frame in asked]
-            of_numbers = [{c: floats(frame[c]) for c in numeric} for frame in asked]
+            of_levels = [reading.strings(frame[categorical]) for frame in asked]
+            of_numbers = [{c: reading.floats(frame[c]) for c in numeric} for frame in asked]
             if isinstance(tables, Mapping):  # warnings have names
                 of_numbers = dict(zip(map(str, tables), of_numbers, strict=True))
         known = levels(of_levels, categorical, min_count=self.min_count) if categorical else None
         if known is not None and not isinstance(asked, Federation):
-            known = in_order(without_empty(known, of_levels), asked, grammar.references)
+            known = reading.in_order(
+                reading.without_empty(known, of_levels), asked, grammar.references
+            )
         mean, sd = dict[str, float](), dict[str, float]()
         if numeric:
             found = moments(of_numbers, numeric)
             mean = {c: float(found.mean[c]) for c in numeric}
             sd = {c: float(found.sd[c]) for c in numeric}
         agreed = Agreed(known, mean, sd, categories, first, nested)
-        check_terms(agreed, terms_read(grammar), self.formula)
+        reading.check_terms(agreed, terms_read(grammar), self.formula)
         self.agreed = agreed
         for name in ("written", "model"):
             self.__dict__.pop(name, None)
@@ -182,7 +173,7 @@ class Formula:
         """
         if self.agreed is None:
             self.agree(tables)
-        found = {name: self.silo(table, f"silo {name}") for name, table in named(tables)}
+        found = {name: self.silo(table, f"silo {name}") for name, table in reading.named(tables)}
         return found if isinstance(tables, Mapping) else list(found.values())
 
     def silo(
@@ -213,23 +204,26 @@ class Formula:
         read = [*columns_read(self.grammar), *self.shared, *of_groups]
         self._check(name, frame, read if new else [*read, response])
         if new:
-            check_new_rows(name, frame, read)
+            reading.check_new_rows(name, frame, read)
         else:
-            whole = complete_rows(name, frame, read)
-            warn_of_missing(name, frame, whole, read, response)
+            whole = reading.complete_rows(name, frame, read)
+            reading.warn_of_missing(name, frame, whole, read, response)
             frame = frame[whole]
         known = written.design.agreed.levels
-        if known is not None and not new:
-            warn_of_rare(name, strings(frame[[*known]]), known)
-        coded = frame if known is None else known.encode(strings(frame[[*known]]), new=new)
+        coded = frame
+        if known is not None:
+            texts = reading.strings(frame[[*known]])
+            coded = known.encode(texts, new=new)
+            if not new:
+                reading.warn_of_rare(name, texts, known)
         found: dict[str, Any] = {}
         for column in written.columns:
             is_coded = known is not None and column in known
-            found[column] = np.asarray(coded[column]) if is_coded else floats(frame[column])
+            found[column] = np.asarray(coded[column]) if is_coded else reading.floats(frame[column])
         for columns in written.computed:
             found[columns.expression] = written.design.evaluated(frame, coded, columns)
         for group in written.own_groups:
-            words, code = member_words(frame, group), written.codes_of(group)
+            words, code = reading.member_words(frame, group), written.codes_of(group)
             members = np.unique(words)
             if new and of is not None:
                 members = self._members_of(of)[code]
@@ -256,7 +250,7 @@ class Formula:
                 self._members[name.removeprefix("silo ")][argument] = known_above
         found = {argument: found[argument] for argument in written.arguments}
         if not new:
-            y = floats(frame[response]) - written.design.agreed.first
+            y = reading.floats(frame[response]) - written.design.agreed.first
             is_code = self.distribution.ordinal and not np.isnan(y).any()
             found[response] = y.astype(np.int32) if is_code else y
         return found
@@ -311,7 +305,7 @@ class Formula:
             if {*columns} - {*frame}:  # of which the silo's own data will tell
                 return frozenset()
             whole = frame[frame[columns].notna().all(axis=1)]
-            words = {factors: member_words(whole, g) for factors, g in groups.items()}
+            words = {factors: reading.member_words(whole, g) for factors, g in groups.items()}
             number = {factors: len(np.unique(w)) for factors, w in words.items()}
             for inner, outer in sorted(possible):
                 pairs = np.unique(np.stack([words[inner], words[outer]]), axis=1)
@@ -327,14 +321,14 @@ class Formula:
             return True
         if column in self.grammar.additions.values():
             return False
-        kinds = [is_numeric(frame[column], also_bool=True) for frame in frames]
-        bools = [not is_numeric(frame[column]) for frame in frames]
+        kinds = [reading.is_numeric(frame[column], also_bool=True) for frame in frames]
+        bools = [not reading.is_numeric(frame[column]) for frame in frames]
         return not all(kinds) or all(bools)
 
     def _frame(self, name: str, table: Any) -> Any:
         """Return a table as a DataFrame, with what the formula makes of its columns."""
         columns = [*columns_read(self.grammar), self.grammar.response]
-        return as_frame(name, table, columns, self.grammar.factors)
+        return reading.as_frame(name, table, columns, self.grammar.factors)
 
     def _check(self, name: str, frame: Any, columns: Sequence[str]) -> None:
         for column in columns:
@@ -342,19 +336,21 @@ class Formula:
                 close = get_close_matches(column, map(str, frame), 1)
                 hint = f" Did you mean '{close[0]}'?" if close else ""
                 raise DataError(f"{name}: the table lacks '{column}'. It has {[*frame]}.{hint}")
-            if column == self.grammar.response and not is_numeric(frame[column], also_bool=True):
+            if column == self.grammar.response and not reading.is_numeric(
+                frame[column], also_bool=True
+            ):
                 raise DataError(
                     f"{name}, '{column}': an outcome is a number, 0 or 1 for no or yes; got "
                     f"{frame[column].dtype}."
                 )
             agreed = self.agreed is not None and column in self.agreed.mean
-            if agreed and not is_numeric(frame[column], also_bool=True):
+            if agreed and not reading.is_numeric(frame[column], also_bool=True):
                 raise DataError(
                     f"{name}, '{column}': silos have agreed on numbers, got "
                     f"{frame[column].dtype}: pandas.to_numeric(df['{column}'], errors=\"coerce\")."
                 )
         for word, column in self.grammar.additions.items():
-            if column not in frame or not is_numeric(frame[column], also_bool=True):
+            if column not in frame or not reading.is_numeric(frame[column], also_bool=True):
                 raise DataError(f"{name}: {word}({column}) is a column of numbers.")
             if word == "cens" and not frame[column].dropna().isin([0, 1]).all():
                 raise DataError(f"{name}, '{column}': 1 where a time is a lower bound, else 0.")

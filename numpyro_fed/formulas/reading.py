@@ -136,8 +136,9 @@ def warn_of_silos(frames: Sequence[Any], columns: Sequence[str]) -> None:
         own = [[*frame[column].dropna().unique()] if column in frame else [] for frame in frames]
         if len(own) > 1 and all(len(o) == 1 for o in own) and len({o[0] for o in own}) == len(own):
             warn_user(
-                f"the group '{column}' is the silo: each table has one, and another. Write "
-                "(... | silo), whose prior is that of few groups, and whose effects need no rows.",
+                f"the group '{column}' is the silo: it has one value in each table, and another in "
+                f"each. Write (1 | silo), whose sd has a prior for few groups, or leave '{column}' "
+                "if its wider one is meant.",
                 DataWarning,
             )
 
