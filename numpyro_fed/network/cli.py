@@ -140,6 +140,7 @@ def silo_of(args: argparse.Namespace, state: Path | None) -> Silo:
     LOG.info("the hash of the study's files: %s", hashed)
     if state is not None:
         cache_programs(private_folder(state / PROGRAMS))
+    LOG.info("replies are signed by the key %s (silo_keys)", silo.fingerprint_of_replies)
     if policy.secure_sum:
         LOG.info("the fingerprint of this silo's key, for others' peers: %s", silo.fingerprint)
     LOG.info("what is kept, what was asked among it, is in %s", state or "no folder")

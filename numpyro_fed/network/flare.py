@@ -100,7 +100,7 @@ class Flare:
         self._kit, admin = Path(kit), Path(kit) / "startup" / "fed_admin.json"
         if not admin.exists():
             raise ModelError(f"{kit} is no startup kit of a user of NVFLARE: it lacks {admin}.")
-        self._user = json.loads(admin.read_text())["admin"]["username"]
+        self._user = json.loads(admin.read_text(encoding="utf-8"))["admin"]["username"]
         self._session: Any = None
         self._touched = 0.0
         self._job: _Job | None = None
@@ -374,10 +374,10 @@ def _read(local: Path, name: str) -> dict[str, Any]:
     files = (local / name, local / f"{name}.default")
     for file in files:
         if file.exists():
-            return json.loads(file.read_text())
+            return json.loads(file.read_text(encoding="utf-8"))
     raise ModelError(f"the kit lacks {files[1]}.")
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=2) + "\n")
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -73,7 +73,7 @@ def kit_of(folder: Path) -> Kit:
         if not file.exists():
             continue
         try:
-            found = json.loads(file.read_text())
+            found = json.loads(file.read_text(encoding="utf-8"))
             if role == "user":
                 place = found["admin"]
                 host, port = place["host"], place["port"]
@@ -163,7 +163,7 @@ def check_allowed(kit: Kit, silo: Path | None) -> Checks:
 def local(kit: Kit, name: str) -> dict[str, Any]:
     """Return what stands in a file of the kit's folder local; nothing if there is none."""
     try:
-        return dict(json.loads((kit.folder / "local" / name).read_text()))
+        return dict(json.loads((kit.folder / "local" / name).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
 

@@ -77,7 +77,7 @@ class PrivateKey:
     def load(cls, file: Path) -> PrivateKey:
         """Return the key that :meth:`save` has written."""
         try:
-            text = file.read_text().split()[-1]
+            text = file.read_text(encoding="utf-8").split()[-1]
             if file.stat().st_mode & 0o077 and os.name == "posix":
                 raise ModelError(
                     f"others on this machine can open the key {file}. Run 'chmod 600 {file}'; if "
