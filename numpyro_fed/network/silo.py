@@ -470,7 +470,9 @@ class Silo:
         )
         if not named or type(min_count) is not int or (exchange == LEVELS and columns is None):
             raise DataError("a question about data names columns. Is it of another version?")
-        self._policy.check_columns(columns or ())
+        # Of a whole DataFrame what is not allowed is left out.
+        frames = column_names(self._data) if exchange == DESCRIBE_COLUMNS else ()
+        self._policy.check_columns([name for name in columns or () if name not in frames])
         try:
             if exchange == DESCRIBE_COLUMNS:
                 fewest = max(min_count, self._policy.min_count, self._policy.min_rows)
