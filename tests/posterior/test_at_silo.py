@@ -191,7 +191,9 @@ def test_a_silo_that_does_not_tell_is_named():
 
 def test_a_silo_that_tells_the_latents_of_a_place_tells_no_average_over_its_few_rows():
     run = short(replace(TELLS, min_silos=1))
-    with pytest.raises(RefusedError, match=r"an average over fewer rows .* tells of \(5, min_count\)"):
+    with pytest.raises(
+        RefusedError, match=r"an average over fewer rows .* tells of \(5, min_count\)"
+    ):
         run.average(KEY, "y", num_draws=2)
 
 
