@@ -79,9 +79,18 @@ MAX_METHODS = 32
 AGREED, RUNS = "methods", "runs of "
 KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 LOG = logging.getLogger("numpyro_fed.silo")
-# What an error says of this silo's data alone: exact counts, and its own number here.
-SHAPES = re.compile(r"\(\d[\d, ]*\)")
-COUNTS, HERE = re.compile(r"\b\d[\d,]* of \d[\d,]*(?= values| rows)"), re.compile(r"\bsilo 0\b")
+# What an error says of this silo's data alone, and what a refusal says in its place: shapes, counts,
+# values, and the silo's own number here.
+UNTOLD = (
+    (re.compile(r"\(\d[\d, ]*\)"), "(...)"),
+    (re.compile(r"\b\d[\d,]* of \d[\d,]*(?= values| rows)"), "some of the"),
+    (re.compile(r"\brow \d+ went from \S+ to \S+"), "a row changed"),
+    (
+        re.compile(r"\bobserved value \S+ of row \d+(, the first of \d+ such values)?"),
+        "outcome of a row",
+    ),
+    (re.compile(r"\bsilo 0\b"), "this silo"),
+)
 
 
 class Silo:
@@ -634,7 +643,9 @@ def _refusal(error: Exception) -> bytes:
         cause = cause.__cause__
     if cause is None and isinstance(error, ModelError | DataError | GuideError):
         # Words for this process count its rows, and call it the first of its one silo.
-        words = HERE.sub("this silo", COUNTS.sub("some of the", SHAPES.sub("(...)", str(error))))
+        words = str(error)
+        for pattern, instead in UNTOLD:
+            words = pattern.sub(instead, words)
         if words != str(error):
             LOG.warning("refused: %s", error)
         return write({}, {"error": type(error).__name__, "words": words})
