@@ -85,10 +85,7 @@ UNTOLD = (
     (re.compile(r"\(\d[\d, ]*\)"), "(...)"),
     (re.compile(r"\b\d[\d,]* of \d[\d,]*(?= values| rows)"), "some of the"),
     (re.compile(r"\brow \d+ went from \S+ to \S+"), "a row changed"),
-    (
-        re.compile(r"\bobserved value \S+ of row \d+(, the first of \d+ such values)?"),
-        "outcome of a row",
-    ),
+    (re.compile(r"\bobserved value \S+ of row \d+(, the first of \d+ such values)?"), "outcome"),
     (re.compile(r"\bsilo 0\b"), "this silo"),
 )
 

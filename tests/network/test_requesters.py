@@ -15,6 +15,7 @@ from numpyro_fed.basics.files import canonical
 from numpyro_fed.network import InMemory, PrivateKey
 from numpyro_fed.network.cli import main
 from numpyro_fed.network.requesters import APPROVED, REFUSED, Study, keep_study, studies
+from numpyro_fed.network.silo import _refusal
 from numpyro_fed.rounds.envelopes import ENVELOPE, SIGNATURE, is_sealed, signed_message
 from numpyro_fed.rounds.messages import read, write
 
@@ -268,6 +269,24 @@ def test_a_refusal_counts_no_rows_and_calls_the_silo_by_its_place():
     there = federation([silo(), silo(wrong)])
     with pytest.raises(DataError, match="silo 1 refuses 'describe': this silo, 'y': some of the"):
         there.describe({"model": "level"})
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "silo 0, site 'y': the observed value -1.303157 of row 3, the first of 83 such values "
+            "is impossible",
+            "this silo, site 'y': the outcome is impossible",
+        ),
+        ("the term of row 0 went from -2.47867 to -2.34886 when", "the term of a row changed when"),
+        ("at silo 0, which holds {'y': (137,)}", "at this silo, which holds {'y': (...)}"),
+        ("'x': 3 of 1,200 values are missing", "'x': some of the values are missing"),
+        ("3 silos with 2 globals", "3 silos with 2 globals"),
+    ],
+)
+def test_a_refusal_tells_no_number_of_the_data(said, told):
+    assert read(_refusal(DataError(said))).head == {"error": "DataError", "words": told}
 
 
 def test_another_version_is_refused(monkeypatch):
