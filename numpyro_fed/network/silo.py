@@ -79,8 +79,8 @@ MAX_METHODS = 32
 AGREED, RUNS = "methods", "runs of "
 KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 LOG = logging.getLogger("numpyro_fed.silo")
-# What an error says of this silo's data alone, and what a refusal says in its place: shapes, counts,
-# values, and the silo's own number here.
+# What an error says of this silo's data alone, and what a refusal says in its place: of shapes,
+# counts, values, and the silo's own number here.
 UNTOLD = (
     (re.compile(r"\(\d[\d, ]*\)"), "(...)"),
     (re.compile(r"\b\d[\d,]* of \d[\d,]*(?= values| rows)"), "some of the"),
