@@ -62,7 +62,7 @@ CHANCE = 1e-3  # that others have so few rows of a level by chance, below which 
 
 @dataclass(frozen=True)
 class ColumnAtSilo:
-    """What a silo tells of a column; None stands for what tells of fewer than ``fewest`` rows.
+    """The description of a column at a silo; None stands for what would tell of few rows.
 
     ``kind`` is ``"number"``, ``"whole number"``, ``"yes or no"`` (zeros and ones, too), ``"text"``,
     ``"date"``, ``"mixed"`` or ``"all missing"``; ``rows`` their number, rounded to two significant
@@ -117,7 +117,7 @@ class ColumnAtSilo:
 
 @dataclass(frozen=True)
 class SiloDescriptions:
-    """What silos tell of their columns, and what does not go together; prints as a table.
+    """The descriptions of all silos' columns, with alarms where they differ; prints as a table.
 
     Attributes
     ----------

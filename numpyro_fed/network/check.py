@@ -14,7 +14,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, and in words what was found and what to do.
+    """The result of one check, in words: what was found, and what to do.
 
     ``state`` is "ok", "warning" or "wrong".
     """

@@ -58,7 +58,7 @@ class Study:
 
 @dataclass
 class Requesters:
-    """What a silo knows of those who ask it."""
+    """The rules of a silo for those who ask, with the numbers and studies that it has seen."""
 
     policy: Policy
     store: Store

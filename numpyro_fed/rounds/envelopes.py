@@ -37,7 +37,7 @@ KEY_FILE = Path("~/.config/numpyro-fed/key")
 
 @dataclass(frozen=True)
 class Envelope:
-    """What a signature binds a message to; texts of keys and hashes are hexadecimal digits."""
+    """The record to which a signature binds a message; keys and hashes are hexadecimal digits."""
 
     requester: str  # the public key of who asks (Ed25519)
     replies_to: str  # the public key to which the reply is encrypted (X25519)
