@@ -233,7 +233,7 @@ def test_silos_keep_the_states_of_the_last_runs():
     assert late.log_evidence == once.log_evidence
     for _ in range(MAX_RUNS):
         there.run(KEY, 1)
-    with pytest.raises(ModelError, match=r"silo 0 has no state of this run"):
+    with pytest.raises(ModelError, match=r"this silo has no state of this run"):
         nf.importance_correct(KEY, first, 50, 4)
 
 
@@ -252,13 +252,13 @@ def test_rows_that_read_each_other_are_refused_at_their_silo():
     rows = cut({"y": np.arange(8.0)}, (4, 4))
     enhanced = nf.SFVI(coupled, optim=optax.sgd(1e-2), objective=nf.LocallyEnhanced(draws=3))
     there = Apart(enhanced, rows)
-    with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row'"):
+    with pytest.raises(ModelError, match=r"this silo, silo_plate 'row'"):
         there.run(KEY, 1)
     there = Apart(nf.SFVI(coupled), rows)
     with pytest.raises(ModelError, match=r"silo 0.* Use start=None"):
         there.run(KEY, 1)
     there = Apart(nf.SFVI(coupled, optim=optax.sgd(1e-2), start=None), rows)
     result = there.run(KEY, 1)
-    with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row'"):
+    with pytest.raises(ModelError, match=r"this silo, silo_plate 'row'"):
         nf.importance_correct(KEY, result, 10, 2)
     assert np.isfinite(nf.importance_correct(KEY, result, 10, 1).log_evidence)
