@@ -100,8 +100,7 @@ def run_nuts(
     Raises
     ------
     ModelError
-        If density or gradient are not finite at any of a hundred random starts, with the sites
-        whose gradient is not.
+        If density or gradient are not finite at a hundred random starts, with the sites at fault.
 
     Examples
     --------
