@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 import warnings
 from collections import OrderedDict
@@ -21,9 +20,7 @@ from jax import Array
 from numpyro_fed.basics.errors import (
     DataError,
     GuideError,
-    MissingExtraError,
     ModelError,
-    SavedStateError,
 )
 from numpyro_fed.basics.files import FolderLock, Store, read_record
 from numpyro_fed.basics.programs import is_double, precision
@@ -44,7 +41,8 @@ from numpyro_fed.network.audit import AuditLog
 from numpyro_fed.network.engines import MAX_BYTES
 from numpyro_fed.network.ledger import Ledger, evaluations
 from numpyro_fed.network.policy import Policy
-from numpyro_fed.network.requesters import Requesters, StaleError
+from numpyro_fed.network.refusals import refusal_of
+from numpyro_fed.network.requesters import Requesters
 from numpyro_fed.network.silo_runs import SiloRuns
 from numpyro_fed.network.silo_sums import SecureSums, asked_of_all
 from numpyro_fed.privacy.budget import PrivacyWarning
@@ -79,15 +77,6 @@ MAX_METHODS = 32
 AGREED, RUNS = "methods", "runs of "
 KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
 LOG = logging.getLogger("numpyro_fed.silo")
-# What an error says of this silo's data alone, and what a refusal says in its place: of shapes,
-# counts, values, and the silo's own number here.
-UNTOLD = (
-    (re.compile(r"\(\d[\d, ]*\)"), "(...)"),
-    (re.compile(r"\b\d[\d,]* of \d[\d,]*(?= values| rows)"), "some of the"),
-    (re.compile(r"\brow \d+ went from \S+ to \S+"), "a row changed"),
-    (re.compile(r"\bobserved value \S+ of row \d+(, the first of \d+ such values)?"), "outcome"),
-    (re.compile(r"\bsilo 0\b"), "this silo"),
-)
 
 
 class Silo:
@@ -226,7 +215,7 @@ class Silo:
                     self._requesters.check_envelope(envelope, message, again=again)
                 reply = self._answer(message, entry, envelope)
             except Exception as error:
-                reply = _refusal(error)
+                reply = refusal_of(error, self._data)
             digests = {"message": sha256(message).hexdigest(), "reply": sha256(reply).hexdigest()}
             head, arrays = read(reply)
             sent = {name: list(a.shape) for name, a in arrays.items()}
@@ -627,31 +616,6 @@ class _Agreement:
     plan: str = ""  # the message with the plan, as it came
     secure_sum: bool = False  # whether replies leave the silo under masks alone
     asker: str = ""  # the fingerprint of who has described it, and may ask by it
-
-
-def _refusal(error: Exception) -> bytes:
-    """Return the reply that refuses, in words that tell nothing of this machine."""
-    if isinstance(error, MissingExtraError):
-        return refusal(ModelError(str(error)))
-    if isinstance(error, StaleError):
-        return refusal(error)
-    cause: BaseException | None = error
-    while not (cause is None or isinstance(cause, OSError)):
-        cause = cause.__cause__
-    if cause is None and isinstance(error, ModelError | DataError | GuideError):
-        # Words for this process count its rows, and call it the first of its one silo.
-        words = str(error)
-        for pattern, instead in UNTOLD:
-            words = pattern.sub(instead, words)
-        if words != str(error):
-            LOG.warning("refused: %s", error)
-        return write({}, {"error": type(error).__name__, "words": words})
-    # What other errors say may hold data, or a path and in it a user's name: it stays here.
-    LOG.error("a message could not be answered", exc_info=error)
-    words = f"{type(cause or error).__name__} at the silo, whose log"
-    if isinstance(error, SavedStateError):
-        words = "this silo cannot use its folder: another process or object may use it. Its log"
-    return refusal(ModelError(f"{words} has the rest."))
 
 
 def num_rows_of(data: object) -> int:

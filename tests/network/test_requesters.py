@@ -14,8 +14,8 @@ from numpyro_fed.basics.errors import DataError, ModelError, RefusedError, Reply
 from numpyro_fed.basics.files import canonical
 from numpyro_fed.network import InMemory, PrivateKey
 from numpyro_fed.network.cli import main
+from numpyro_fed.network.refusals import refusal_of
 from numpyro_fed.network.requesters import APPROVED, REFUSED, Study, keep_study, studies
-from numpyro_fed.network.silo import _refusal
 from numpyro_fed.rounds.envelopes import ENVELOPE, SIGNATURE, is_sealed, signed_message
 from numpyro_fed.rounds.messages import read, write
 
@@ -283,10 +283,16 @@ def test_a_refusal_counts_no_rows_and_calls_the_silo_by_its_place():
         ("at silo 0, which holds {'y': (137,)}", "at this silo, which holds {'y': (...)}"),
         ("'x': 3 of 1,200 values are missing", "'x': some of the values are missing"),
         ("3 silos with 2 globals", "3 silos with 2 globals"),
+        (
+            "'row' of 137 at dim -1, of 1,200, 13 or 137.5",
+            "'row' of n at dim -1, of n, 13 or 137.5",
+        ),
     ],
 )
 def test_a_refusal_tells_no_number_of_the_data(said, told):
-    assert read(_refusal(DataError(said))).head == {"error": "DataError", "words": told}
+    data = {"y": np.zeros(137), "x": {"z": [0] * 1_200}}
+    reply = read(refusal_of(DataError(said), data))
+    assert reply.head == {"error": "DataError", "words": told}
 
 
 def test_another_version_is_refused(monkeypatch):
