@@ -13,7 +13,6 @@ from numpyro_fed.basics.errors import (
     ModelError,
     SavedStateError,
 )
-from numpyro_fed.data.tables import is_frame
 from numpyro_fed.network.requesters import StaleError
 from numpyro_fed.rounds.messages import refusal, write
 
@@ -62,12 +61,10 @@ def told(words: str, data: object) -> str:
 
 
 def lengths_in(data: object) -> Iterator[int]:
-    """Yield the lengths of arrays' axes and of columns, which may lie in dicts."""
+    """Yield the lengths of the axes of arrays and tables, which may lie in dicts."""
     if isinstance(data, Mapping):
         for value in data.values():
             yield from lengths_in(value)
-    elif is_frame(data):
-        yield from (len(data[name]) for name in data.columns)
     elif isinstance(data, Sequence) and not isinstance(data, str):
         yield len(data)
     else:
