@@ -122,9 +122,9 @@ class PrivateResult(Result):
         spent = f"epsilon {budget.epsilon:.3g} at delta {budget.delta:g}"
         if self.settled:
             return (
-                f"This posterior counts the noise of its privacy ({spent}), and its last step was "
-                f"{self.moved:.2g} sd long. It is a normal approximation, which no exchange has "
-                "checked."
+                f"Nothing speaks against this posterior, which counts the noise of its privacy "
+                f"({spent}); its last step was {self.moved:.2g} sd long. It is a normal "
+                "approximation, which no exchange has checked."
             )
         return (
             f"Do not rely on this posterior: {self.doubt} ({spent}). More rows, a larger epsilon, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,13 @@ from numpyro_fed.basics.errors import (
     Interrupted,
     ModelError,
     ModelWarning,
+    SiloAwayError,
     SilosError,
     one_of,
     positive_int,
 )
 from numpyro_fed.basics.programs import precision as precision_as
-from numpyro_fed.data.silo_data import SilosInput, by_their_names, names_of, read_all
+from numpyro_fed.data.silo_data import SilosInput, by_their_names, label, names_of, read_all
 from numpyro_fed.dp_newton.method import DPNewton
 from numpyro_fed.fitting.order_of_steps import reached_so_far, run_steps
 from numpyro_fed.fitting.steps import FitProblem, FitSteps
@@ -202,7 +203,40 @@ class FitCall:
         return replace(self, silos=[self.silos[i] for i in others])
 
     def run(self, key: Array, places: np.ndarray | None = None) -> Posterior:
-        """Return the fit; its searches begin near some places (k, dim), if they are given."""
+        """Return the fit; its searches begin near some places (k, dim), if they are given.
+
+        Silos of a federation that are away are left out, where it says so (``missing``).
+        """
+        call, left = self, list(range(len(self.silos)))
+        while True:
+            try:
+                return call._run(key, places, self._absence(left))
+            except SiloAwayError as error:
+                others = [j for i, j in enumerate(left) if i not in error.silos]
+                federation = self.silos
+                if not isinstance(federation, Federation) or federation.missing != "leave_out":
+                    raise
+                if 2 * len(others) <= len(federation):
+                    raise
+                left = others
+                warnings.warn(
+                    f"{error} {self._absence(left)} The fit begins again with the others.",
+                    category=ConvergenceWarning,
+                    stacklevel=3,
+                )
+                call = replace(self, silos=federation.of(left))
+
+    def _absence(self, left: Sequence[int]) -> str:
+        """Return in words which silos have no part in the posterior of those that are left."""
+        away = [j for j in range(len(self.silos)) if j not in left]
+        names = getattr(self.silos, "silo_names", ())
+        if not away:
+            return ""
+        who = " and ".join(label(j, names) for j in away)
+        return f"Without {who}, of whom there was no answer: the posterior is that of the others."
+
+    def _run(self, key: Array, places: np.ndarray | None, absence: str) -> Posterior:
+        """Return the fit of these silos, with words on those that are away."""
         silent = in_sight("fit", shown=False)  # the bar of the stages is the only one
         names = by_their_names(self.silos)
         with (
@@ -217,7 +251,10 @@ class FitCall:
                 typed_key(key), problem, self.accuracy, self.max_exchanges, bar, places
             )
             try:
-                return replace(run_steps(steps), call=self)
+                fitted = run_steps(steps)
+                versions = getattr(self.silos, "unlike_versions", "")
+                remarks = " ".join(filter(None, (absence, fitted.remarks, versions)))
+                return replace(fitted, call=self, remarks=remarks)
             except SilosError as error:
                 error.result = reached_so_far(steps, error.result)
                 raise

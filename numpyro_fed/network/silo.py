@@ -24,7 +24,7 @@ from numpyro_fed.basics.errors import (
 )
 from numpyro_fed.basics.files import FolderLock, Store, read_record
 from numpyro_fed.basics.programs import is_double, precision
-from numpyro_fed.basics.version import VERSION
+from numpyro_fed.basics.version import VERSION, libraries
 from numpyro_fed.data.scaling import numbers_of
 from numpyro_fed.data.tables import (
     OTHER,
@@ -57,6 +57,7 @@ from numpyro_fed.rounds.messages import (
     GO_ON,
     LEVELS,
     OF_DATA,
+    VERSIONS,
     Question,
     read,
     refusal,
@@ -357,7 +358,7 @@ class Silo:
             if agreed.settings != question.settings:
                 raise ModelError("another method was described under this id before. Begin again.")
             self._keep(question.method, agreed)
-            return write({}, {"facts": agreed.facts})
+            return write({}, {"facts": agreed.facts, VERSIONS: json.dumps(libraries())})
         if question.exchange not in OF_DATA:
             self._requesters.check_approved(envelope)
         if question.exchange == ACCEPT:

@@ -69,6 +69,8 @@ class Posterior(AveragesOverRows, FunctionsOfDraws):
     contradiction : str
         Which silo contradicts the others, in words, if that was seen at the mode: of silos in this
         process, with more than twice as many rows as globals.
+    remarks : str
+        Which silos had no say, or not always, and which have other versions of libraries, in words.
     interrupted : bool
         Whether Ctrl-C has ended the call; then this holds what was reached by then.
     privacy : Spent or None
@@ -81,6 +83,7 @@ class Posterior(AveragesOverRows, FunctionsOfDraws):
     stages: tuple[Stage, ...] = field(default=(), repr=False, kw_only=True)
     missed: tuple[LocalMode, ...] = field(default=(), repr=False, kw_only=True)
     contradiction: str = field(default="", repr=False, kw_only=True)
+    remarks: str = field(default="", repr=False, kw_only=True)
     interrupted: bool = field(default=False, repr=False, kw_only=True)
     privacy: Spent | None = field(default=None, repr=False, kw_only=True)
     call: Any = field(default=None, repr=False, kw_only=True)
@@ -130,7 +133,8 @@ class Posterior(AveragesOverRows, FunctionsOfDraws):
     @property
     def verdict(self) -> str:
         """Return in words whether to trust the posterior, what error is left, and what was done."""
-        return " ".join(filter(None, (self.verdict_in_words, self.contradiction, self._account())))
+        parts = self.verdict_in_words, self.remarks, self.contradiction, self._account()
+        return " ".join(filter(None, parts))
 
     @property
     def known_doubt(self) -> str:
@@ -568,6 +572,7 @@ class Posterior(AveragesOverRows, FunctionsOfDraws):
                 "fields": {
                     "num_exchanges": self.num_exchanges,
                     "contradiction": self.contradiction,
+                    "remarks": self.remarks,
                     "interrupted": self.interrupted,
                 },
             }

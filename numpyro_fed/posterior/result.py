@@ -249,12 +249,17 @@ class Result(Posterior, FederatedRun):
         With ``certificate=False``, which saves an exchange, it is only how the run ended.
         """
         if not certificate:
-            return self._run_summary()
+            return self._summary
         correction = self.certificate
         words = (
             f"No certificate: {correction}" if isinstance(correction, str) else correction.report()
         )
-        return f"{self._run_summary()}\n{words}"
+        return f"{self._summary}\n{words}"
+
+    @property
+    def _summary(self) -> str:
+        """Return in words how the run ended, and which silos had no say."""
+        return " ".join(filter(None, (self._run_summary(), self.remarks)))
 
     @property
     @in_precision_of_object
@@ -430,7 +435,7 @@ class Result(Posterior, FederatedRun):
         drawn = self.sample_posterior(jax.random.key(0), number) if number else {}
         kind = type(self).__name__
         if self._checked is None or isinstance(self._checked, str):
-            words = {"ended": self.ended, "verdict": self._run_summary(), "trusted": None}
+            words = {"ended": self.ended, "verdict": self._summary, "trusted": None}
             return SavedWords(kind, words, drawn)
         return replace(self._checked.saved_words(None), kind=kind, draws=drawn, weights=None)
 

@@ -170,7 +170,8 @@ class Spent(NamedTuple):
             f"The budget that was spent, and that counts: epsilon {b.epsilon:g} at delta "
             f"{b.delta:g}. Neighbouring data have a {b.unit} {other}. All that was sent has the "
             f"noise of epsilon {self.epsilon:.4g}, which is not above the budget ({parts}; alone). "
-            f"{sees} Not covered: the number of {b.unit}s, the model and the silos' facts."
+            f"{sees} Not covered: the number of {b.unit}s, the model and the silos' facts. Whether "
+            "to rely on the posterior is said by its verdict."
         )
 
     def _repr_html_(self) -> str:

@@ -24,17 +24,19 @@ from numpyro_fed.basics.errors import (
     ReplyError,
     SavedStateError,
     SiloAwayError,
+    one_of,
     positive_int,
     positive_number,
 )
 from numpyro_fed.basics.files import FolderLock, Store, log_privately
 from numpyro_fed.basics.programs import is_double
-from numpyro_fed.basics.version import VERSION
-from numpyro_fed.data.silo_data import checked_names
+from numpyro_fed.basics.version import VERSION, libraries
+from numpyro_fed.data.silo_data import checked_names, label
 from numpyro_fed.rounds.envelopes import PrivateKey, fingerprint_of, is_sealed
 from numpyro_fed.rounds.messages import (
     ACCEPT,
     DESCRIBE,
+    VERSIONS,
     Question,
     at_silo,
     is_refusal,
@@ -49,6 +51,7 @@ from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, Terms
 FIRST_WAIT, LONGEST_WAIT = 0.05, 5.0
 # Silos that are asked at once; each takes a thread, which waits for bytes.
 MAX_AT_ONCE = 64
+MISSING = "wait", "reweight", "leave_out"
 LOG = "log.jsonl"
 KEYS_LOG = logging.getLogger("numpyro_fed.federation")
 # What a journal keeps.
@@ -87,11 +90,13 @@ class Federation:
         ``__name__``. ``numpyro-fed run`` passes the variables of the study's file.
     patience : float
         Seconds to wait for a silo in each exchange.
-    missing : {"wait", "reweight"}
-        What rounds of SFVI do without silos that are away once ``patience`` is over: the run ends
-        with an error, from which the same script goes on; or the sum over the others is scaled up.
-        Rounds of PVI go on in any case, since the factor of a silo that is away stays as it is.
-        Searches and corrections need all silos.
+    missing : {"wait", "reweight", "leave_out"}
+        What happens without silos that are away once ``patience`` is over. By default a run ends
+        with an error, from which the same script goes on. With ``"reweight"`` rounds of SFVI scale
+        the sum over the others up. With ``"leave_out"`` :func:`numpyro_fed.fit` begins again with
+        the others, if they are more than half: the posterior is that of their data, and its verdict
+        says so. Rounds of PVI go on in any case, since the factor of a silo that is away stays as
+        it is.
     state : str or Path, optional
         A folder in which all replies are kept. The same script with the same folder goes on where
         it has ended, in a new process too: it is given the replies so far, and asks silos only for
@@ -166,8 +171,7 @@ class Federation:
     ):
         positive_int("at_once", at_once)
         positive_number("patience", patience)
-        if missing not in ("wait", "reweight"):
-            raise ValueError(f"missing={missing!r}: expected 'wait' or 'reweight'.")
+        one_of("missing", missing, *MISSING)
         self.missing, self.secure_sum = missing, secure_sum
         self._state, self._most_at_once = None if state is None else Path(state), at_once
         self._engine, self.names, self.patience = engine, dict(names or {}), patience
@@ -189,6 +193,8 @@ class Federation:
         self._num_sums = self._num_parts = self._num_runs = 0
         self._cached = dict[Hashable, Any]()
         self._at_once = min(self.num_silos, at_once)
+        # In words, what silos compute with other versions than this process; empty if they do not.
+        self.unlike_versions = ""
 
     def __len__(self) -> int:
         return self.num_silos
@@ -244,8 +250,20 @@ class Federation:
             id_ = f"{self._session.hex()}-{len(self._cached)}"
             answers = self._ask_all(DESCRIBE, [settings] * self.num_silos, id_)
             facts = [_text("facts", answer, j) for j, answer in enumerate(answers)]
+            self.unlike_versions = self._unlike(answers)
             self._cached["facts", settings] = id_, facts
         return self._cached["facts", settings]
+
+    def _unlike(self, descriptions: Sequence[bytes]) -> str:
+        """Return in words which silos have other versions of libraries than this process."""
+        found, own = list[str](), libraries()
+        for j, description in enumerate(descriptions):
+            theirs = json.loads(_text(VERSIONS, description, j))
+            unlike = [name for name in own if theirs.get(name) != own[name]]
+            if unlike:
+                each = ", ".join(f"{n} {theirs.get(n)!s:.20} (here {own[n]})" for n in unlike)
+                found.append(f"{label(j, self.silo_names)} has {each}")
+        return f"{'; '.join(found)}: last digits of results may differ." if found else ""
 
     def ask_of_data(self, exchange: str, settings: str) -> list[bytes]:
         """Return each silo's reply to a question about its data that needs no model.

@@ -97,7 +97,12 @@ class SFVIAlgorithm(GradientAlgorithm):
             (step,), self.round, lambda key: self.guide.globals.noise(key, self.num_particles)
         )
         warm_start = WarmStart(self.init_server, self.silo_from_result)
-        return self.with_round(round_)._replace(warm_start=warm_start, when_away=WhenAway.SCALE)
+        return self.with_round(round_)._replace(
+            warm_start=warm_start,
+            watch_reply=lambda up: jnp.array(True),
+            when_away=WhenAway.SCALE,
+            watched_away=jnp.array(False),
+        )
 
     def init_server(self, key: Array, point: StartPoint | None = None) -> ServerState:
         params, frame = self.first_params(key, point)

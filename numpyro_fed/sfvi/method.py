@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +23,7 @@ from numpyro_fed.basics.errors import (
     one_of,
     positive_int,
 )
-from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.data.silo_data import SiloData, label
 from numpyro_fed.guides.local_guides import Amortised, with_encoders
 from numpyro_fed.guides.objectives import Objective, draws_of, objective_for
 from numpyro_fed.guides.silo_bounds import bound_of
@@ -63,6 +64,24 @@ MIN_ROUNDS = 200
 def default_optimiser() -> optax.GradientTransformation:
     """Return Adam with decaying steps, for coordinates in which the posterior is about standard."""
     return optax.adam(lambda count: STEP * (1 + count / SETTLES) ** -DECAY)
+
+
+def words_of_absence(run: RunOutcome, names: Sequence[str]) -> str:
+    """Return in words which silos did not answer in some rounds; empty if all have answered."""
+    if run.log is None or not np.size(run.log.watched):
+        return ""
+    watched = np.asarray(run.log.watched)
+    visits = np.broadcast_to(np.arange(watched.shape[-1]), watched.shape)
+    if np.size(run.log.visits):
+        visits = np.asarray(run.log.visits)
+    counts = Counter(visits[~watched].tolist())
+    if not counts:
+        return ""
+    who = ", ".join(f"{label(j, names)} ({n} times)" for j, n in sorted(counts.items()))
+    return (
+        f"Without a reply in {len(watched)} rounds: {who}. The sum over the others was scaled up "
+        "in their place, which is right where they are alike."
+    )
 
 
 @dataclass(frozen=True)
@@ -200,7 +219,10 @@ class GradientMethod(RowMethod[Result, None], Generic[Settings]):
     def result_of(
         self, run: RunOutcome, compiled: CompiledMethod, hosted: Silos, *, quiet: bool = False
     ) -> Result:
-        result = Result(run.losses, run.state, compiled, hosted)
+        remarks = words_of_absence(run, hosted.names)
+        result = Result(run.losses, run.state, compiled, hosted, remarks=remarks)
+        if remarks and not quiet:
+            warnings.warn(remarks, category=ConvergenceWarning, stacklevel=4)
         if quiet or run.ended == "converged":
             return result
         if len(run.losses) >= MIN_ROUNDS and run.log is not None and not result.settled:

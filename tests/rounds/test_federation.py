@@ -23,6 +23,7 @@ from numpyro_fed.basics.errors import (
     SiloAwayError,
 )
 from numpyro_fed.network import InMemory
+from numpyro_fed.network import silo as silo_module
 from numpyro_fed.network.ledger import evaluations
 from numpyro_fed.network.study_files import load_file, names_of
 from numpyro_fed.rounds.messages import Question, read, write
@@ -324,8 +325,13 @@ def test_steps_without_a_silo_are_scaled_up(double):
         patience=0.05,
         missing="reweight",
     )
-    found, expected = (method.run(KEY, 4, silos, **QUIET) for silos in (there, data))
+    with pytest.warns(ConvergenceWarning, match=r"silo 1 \(2 times\)"):
+        found = method.run(KEY, 4, there, **QUIET)
+    expected = method.run(KEY, 4, data, **QUIET)
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
+    assert "in 4 rounds: silo 1 (2 times)" in found.verdict
+    assert "scaled up" in found.report(certificate=False)
+    assert expected.remarks == ""
     waits = nf.Federation(
         Leaves(silos_of(data, names=names), "sfvi", {1}), names=names, patience=0.05
     )
@@ -335,6 +341,62 @@ def test_steps_without_a_silo_are_scaled_up(double):
     assert len(before.losses) == 1
     rest = method.run(KEY, 3, waits, init_state=before.state, **QUIET)
     np.testing.assert_allclose(rest.losses, expected.losses[1:], rtol=1e-12)
+
+
+class Dead(InMemory):
+    """An engine one of whose silos answers no more once some exchange has come."""
+
+    def __init__(self, silos, dead, kind):
+        super().__init__([silo.answer for silo in silos])
+        self.dead, self.kind, self.gone = dead, kind, False
+
+    def send(self, silo, message, timeout):
+        self.gone |= silo == self.dead and read(message).head["exchange"] == self.kind
+        if silo == self.dead and self.gone:
+            raise TimeoutError("the line is dead")
+        return super().send(silo, message, timeout)
+
+
+@pytest.mark.parametrize("kind", ["describe", "mode"])
+def test_a_fit_begins_again_without_a_silo_that_is_away(kind, tmp_path):
+    data, call = numbers(), (KEY, plain)
+    options = dict(names=NAMES, patience=0.2, silo_names=["A", "B", "C"], at_once=1)
+    others = federation_of(silos_of([data[0], data[2]]), at_once=1)
+    expected = nf.fit(*call, others, **QUIET)
+    assert expected.remarks == ""
+
+    def fitted(engine):
+        there = nf.Federation(engine, state=tmp_path, missing="leave_out", **options)
+        with pytest.warns(ConvergenceWarning, match="Without silo 'B'"):
+            return nf.fit(*call, there, **QUIET)
+
+    found = fitted(Dead(silos_of(data), 1, kind))
+    assert found.silo_names == ("A", "C")
+    assert found.trusted
+    assert found.remarks.startswith("Without silo 'B', of whom there was no answer")
+    assert found.remarks in found.verdict
+    for one, other in zip(found.summary().to_numpy(), expected.summary().to_numpy(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_silo_with_another_jax_is_named_in_the_verdict(monkeypatch):
+    there = federation_of(silos_of(numbers()), at_once=1)
+    theirs = {**silo_module.libraries(), "jax": "0.9.9"}
+    monkeypatch.setattr(silo_module, "libraries", lambda: theirs)
+    fitted = nf.fit(KEY, plain, there, **QUIET)
+    said = f"silo 2 has jax 0.9.9 (here {jax.__version__}): last digits of results may differ."
+    assert said in fitted.verdict
+
+
+def test_a_fit_without_half_of_its_silos_ends():
+    there = nf.Federation(
+        Leaves(silos_of(numbers()[:2]), "describe", {0}),
+        names=NAMES,
+        patience=0.05,
+        missing="leave_out",
+    )
+    with pytest.raises(SiloAwayError, match="silo 1"):
+        nf.fit(KEY, plain, there, **QUIET)
 
 
 # --- asynchronous rounds, by the real clock ----------------------------------------------------
