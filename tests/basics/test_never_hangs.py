@@ -26,7 +26,8 @@ def hospitals(hospital, n_hospitals, x, y=None):
     with nf.silo_plate("hospital", n_hospitals):
         u = numpyro.sample("u", dist.Normal(jnp.zeros(x.shape[1]), scale).to_event(1))
     with nf.silo_plate("patient", hospital.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=(x * (mu + u[hospital])).sum(-1)), obs=y)
+        e = numpyro.sample("e", dist.Normal(0, 1))  # so that a hospital's rows are not one integral
+        numpyro.sample("y", dist.Bernoulli(logits=(x * (mu + u[hospital])).sum(-1) + e), obs=y)
 
 
 def silos(columns=2, sizes=((12, 2), (15, 2), (15, 3))):
