@@ -285,7 +285,10 @@ class Flare:
             # NVFLARE has many kinds, and a session is of no use after most of them.
             except Exception as error:
                 self._leave()
-                raise ConnectionError(f"the NVFLARE server does not answer: {error}") from error
+                # At first it may be the kit; one that has worked is in order.
+                why = "" if self._touched else wrong_with(self._kit)
+                words = f"the NVFLARE server does not answer: {error}{why}"
+                raise ConnectionError(words) from error
             self._touched = time.monotonic()
             return found
 
@@ -296,6 +299,16 @@ class Flare:
                 session.close()
             except Exception as error:
                 LOG.info("the session was not closed: %s", error)
+
+
+def wrong_with(kit: Path) -> str:
+    """Return what is wrong with a kit and the way to its server; nothing where nothing is found."""
+    # Here: it loads certificates' libraries, which only a failure needs.
+    from numpyro_fed.network.check import WRONG, guarded
+    from numpyro_fed.network.kit import check_kit
+
+    found = [check for check in guarded("kit", check_kit(kit)) if check.state == WRONG]
+    return "".join(f"\n{check.name}: {check.words}" for check in found)
 
 
 def write_job(folder: Path, sites: Sequence[str], key: str) -> None:
