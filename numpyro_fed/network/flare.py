@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,8 +46,10 @@ LOG = logging.getLogger("numpyro_fed.flare")
 CONTROLLER = "nvflare.collab.runtime.controller.CollabController"
 EXECUTOR = "nvflare.collab.runtime.executor.CollabExecutor"
 HUB, RELAY = "numpyro_fed_relay.flare.Hub", "numpyro_fed_relay.flare.Relay"
-# Seconds of silence after which a job ends by itself. A later message starts another.
-IDLE = 900.0
+# Seconds of silence after which a job ends by itself, as when the analyst's process was killed; a
+# later message starts another. A process that lives gives a sign of life every SIGN seconds, of
+# which several may be lost, and waits ANSWER seconds for its answer.
+IDLE, SIGN, ANSWER = 120.0, 20.0, 5.0
 # Rights that no user has at a hospital: jobs with code of their own, and reading files there.
 DENIED = ("byoc", "server-predeployed-flwr", "shell_commands")
 # Where a server's kit keeps its jobs unless told otherwise: a folder that all servers of a machine
@@ -106,6 +109,10 @@ class Flare:
         self._job: _Job | None = None
         # Of the session and the job; a message is sent without it.
         self._lock = threading.RLock()
+        self._closed = threading.Event()
+        # An engine that is forgotten is not closed: its job ends, too.
+        living = weakref.ref(self), self._closed
+        self._signs = threading.Thread(target=_give_signs, args=living, daemon=True)
         try:
             self.sites, wait = list(sites or sorted(self._connected())), min(patience, FIRST_SITE)
             until = time.monotonic() + wait
@@ -121,6 +128,7 @@ class Flare:
             LOG.info("the silos are at %s", ", ".join(self.sites))
             # Here, so that what is wrong with NVFLARE is said at once, and not after a patience.
             self._running(time.monotonic() + patience)
+            self._signs.start()
         except BaseException:
             self.close()
             raise
@@ -149,12 +157,13 @@ class Flare:
             if "away" in found:
                 raise ConnectionError(f"{self.sites[silo]}: {found['away']}")
             asked["message"] = b""  # the hub has it
-            if time.monotonic() - self._touched > TOUCH:
-                self._command("get_job_meta", job.id)
         raise TimeoutError(f"{self.sites[silo]} computes still")
 
     def close(self) -> None:
         """End the job, and leave NVFLARE."""
+        self._closed.set()
+        if self._signs.is_alive():
+            self._signs.join(2 * ANSWER)
         with self._lock:
             job, self._job = self._job, None
             if job is not None:
@@ -195,6 +204,18 @@ class Flare:
             raise ConnectionError(f"the job at the NVFLARE server does not answer ({code})")
         return reply.payload
 
+    def _give_sign(self) -> None:
+        """Tell the job and the server that this process lives."""
+        job = self._job
+        if job is None:
+            return
+        try:
+            self._ask(job, {}, ANSWER)
+            if time.monotonic() - self._touched > TOUCH:
+                self._command("get_job_meta", job.id)
+        except OSError as error:
+            LOG.info("no sign of life has reached job %s: %s", job.id, error)
+
     def _failed(self, job: _Job, silo: int, began: float) -> None:
         """Note that a silo is not reached by a job; give the job up if it has ended, or goes on."""
         now = time.monotonic()
@@ -221,7 +242,7 @@ class Flare:
         try:
             if self._job is None:
                 self._job = self._start(deadline)
-            elif self._session is None or time.monotonic() - self._touched > TOUCH:
+            elif self._session is None:
                 self._command("get_job_meta", self._job.id)
             return self._job
         finally:
@@ -299,6 +320,16 @@ class Flare:
                 session.close()
             except Exception as error:
                 LOG.info("the session was not closed: %s", error)
+
+
+def _give_signs(engine: weakref.ref[Flare], closed: threading.Event) -> None:
+    """Give signs of life until an engine is closed, or nobody has it any more."""
+    while not closed.wait(SIGN):
+        living = engine()
+        if living is None:
+            return
+        living._give_sign()
+        del living
 
 
 def wrong_with(kit: Path) -> str:

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -193,6 +195,40 @@ def ended(engine, folder):
             return f"{meta}"
         time.sleep(0.5)
     raise AssertionError(f"{meta}")
+
+
+ANALYST_PROCESS = """
+import sys, time
+from numpyro_fed.network import flare
+
+flare.IDLE, flare.SIGN = 10.0, 2.0
+engine = flare.Flare(sys.argv[1], sys.argv[2:], patience=120)
+print(engine._job.id, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_job_ends_soon_after_its_analyst_was_killed(place, engine):
+    """It does not end while that process lives and says nothing for three times as long."""
+
+    def status():
+        return str(engine._command("get_job_meta", job)["status"])
+
+    command = [sys.executable, "-c", ANALYST_PROCESS, str(place.kit(USER)), *SITES]
+    with subprocess.Popen(
+        command, cwd=place.folder, env=place.environment, stdout=subprocess.PIPE, text=True
+    ) as analyst:
+        try:
+            job = next(line for line in map(str.strip, analyst.stdout) if line)
+            time.sleep(30)
+            assert status() == "RUNNING"
+        finally:
+            analyst.kill()
+    began = time.monotonic()
+    while status() == "RUNNING":
+        assert time.monotonic() - began < 40
+        time.sleep(0.5)
+    assert "COMPLETED" in status()
 
 
 def test_a_site_refuses_a_job_with_code(place, engine, tmp_path):

@@ -3,12 +3,16 @@
 import json
 import socket
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from test_doctor import certificate, greet, keep
 
-from numpyro_fed.network import Flare
+from numpyro_fed.network import Flare, flare
+
+SITES = ("hospital-1", "hospital-2", "hospital-3")
 
 
 @pytest.fixture
@@ -70,3 +74,72 @@ def test_the_first_error_says_what_is_wrong_with_the_kit(kit, monkeypatch, fault
     with pytest.raises(ConnectionError, match="cannot connect to server") as found:
         Flare(kit, ["hospital-1"])
     found.match(words)
+
+
+class Session:
+    """A session with a server whose sites are all there, and which starts each job at once.
+
+    ``asked`` are the messages to the hub.
+    """
+
+    def __init__(self, sites):
+        self.sites, self.asked, self.jobs = list(sites), [], []
+        self.api = SimpleNamespace(get_cell=lambda: self)
+
+    def get_system_info(self):
+        now = time.time()
+        found = [SimpleNamespace(name=name, last_connect_time=now) for name in self.sites]
+        return SimpleNamespace(client_info=found)
+
+    def submit_job(self, folder):
+        self.jobs.append(json.loads((Path(folder) / "meta.json").read_text()))
+        return f"job-{len(self.jobs)}"
+
+    def get_job_meta(self, job):
+        return {"status": "RUNNING"}
+
+    def abort_job(self, job):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def session(monkeypatch):
+    """A session in the place of NVFLARE, whose hub replies with the site's name and the message."""
+    found = Session(SITES)
+
+    def ask(self, job, asked, timeout=0.0):
+        found.asked.append(asked)
+        site = self.sites[asked["silo"]] if "silo" in asked else ""
+        return found.reply(site, asked) if site else {}
+
+    found.reply = lambda site, asked: {"reply": site.encode() + asked["message"]}
+    api = SimpleNamespace(new_secure_session=lambda *names: found)
+    monkeypatch.setattr(flare, "optional", lambda *names: api)
+    monkeypatch.setattr(Flare, "_ask", ask)
+    monkeypatch.setattr(flare, "LOOK", 0.01)
+    return found
+
+
+def test_an_engine_gives_signs_of_life_until_it_is_closed(kit, session, monkeypatch):
+    monkeypatch.setattr(flare, "SIGN", 0.01)
+    with Flare(kit, SITES) as engine:
+        time.sleep(0.2)
+        assert len(session.asked) > 5
+        assert engine._signs.is_alive()
+    assert not engine._signs.is_alive()
+    assert session.asked.count({"end": True}) == 1
+    number = len(session.asked)
+    time.sleep(0.1)
+    assert len(session.asked) == number
+
+
+def test_an_engine_that_nobody_has_any_more_gives_no_signs_of_life(kit, session, monkeypatch):
+    monkeypatch.setattr(flare, "SIGN", 0.01)
+    engine = Flare(kit, SITES)
+    signs = engine._signs
+    del engine
+    signs.join(5)
+    assert not signs.is_alive()
