@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Generic, NamedTuple
+from typing import ClassVar, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from numpyro_fed.methods.method import (
     RunOptions,
     for_silos,
     in_process,
+    method_model,
     over_federation,
     recipe,
 )
@@ -67,6 +68,9 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
     :meth:`assemble`). ``Prepared`` is the type of what :meth:`prepare` returns, kept with each
     layout of silos.
     """
+
+    # Whether a silo's facts for the method are those for its model alone.
+    PLAIN_FACTS: ClassVar[bool] = False
 
     _layouts: dict[Hashable, ForShapes[Prepared]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -285,7 +289,8 @@ class RowMethod(PartySide[Found, Prepared], Generic[Found, Prepared]):
                 "start= is a result of silos in this process, whose guides it takes over. Over a "
                 "Federation begin at the mode (start='mode'), or at none."
             )
-        name, texts = federation.describe(for_silos(self, federation.names))
+        like = method_model(self.model, federation.names) if self.PLAIN_FACTS else None
+        name, texts = federation.describe(for_silos(self, federation.names), like)
         facts = [Facts.from_json(text) for text in texts]
         # Each time: a variable that the text reads may have changed since the last run.
         plan = self.agree(facts)

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ STARTING = 60.0
 # Seconds after which a site that has said nothing counts as away. A site speaks every few seconds;
 # the server itself lists it for ten minutes.
 SILENT = 30.0
+# Seconds of failures after which a site that still counts as connected has come back: one that has
+# gone is known to be away by then, also where the others were last heard of ten seconds ago.
+RETURNED = SILENT + 10.0
 # Seconds after which the server is given a sign of life: it ends a session that is idle for 1800 s.
 TOUCH = 600.0
 LOG = logging.getLogger("numpyro_fed.flare")
@@ -65,6 +68,7 @@ class _Job:
     key: str
     # Of each silo that is not reached: since when, and when that was last found.
     failing: dict[int, tuple[float, float]] = field(default_factory=dict)
+    without: Collection[str] = ()  # the sites that were away when it began
 
 
 class Flare:
@@ -84,6 +88,12 @@ class Flare:
         in the order of their names.
     patience : float
         Seconds to wait for the sites at the beginning.
+    wait_for_sites : float, optional
+        Seconds to wait for sites that are not connected, after which a job begins without them if
+        more than half are there; but never for more than half of the time that a message has. Their
+        silos are away (``Federation(missing="leave_out")`` does without them), and a site that
+        comes back is taken in by a new job. By default every job waits for all sites, and ends when
+        one is lost.
 
     Raises
     ------
@@ -98,8 +108,15 @@ class Flare:
     """
 
     def __init__(
-        self, kit: str | Path, sites: Sequence[str] | None = None, *, patience: float = 600.0
+        self,
+        kit: str | Path,
+        sites: Sequence[str] | None = None,
+        *,
+        patience: float = 600.0,
+        wait_for_sites: float | None = None,
     ):
+        # Those that were waited for in vain, and have not come back.
+        self._wait_for_sites, self._given_up = wait_for_sites, set[str]()
         self._kit, admin = Path(kit), Path(kit) / "startup" / "fed_admin.json"
         if not admin.exists():
             raise ModelError(f"{kit} is no startup kit of a user of NVFLARE: it lacks {admin}.")
@@ -136,7 +153,9 @@ class Flare:
     def send(self, silo: int, message: bytes, timeout: float) -> bytes:
         """Return a silo's reply to a message."""
         deadline = time.monotonic() + timeout
-        job = self._running(deadline)
+        job = self._running(deadline, self.sites[silo])
+        if self.sites[silo] in job.without:
+            raise ConnectionError(f"{self.sites[silo]} is not connected to NVFLARE")
         # That of the message: one that is sent again waits for the same answer.
         ticket = f"{silo}-{hashlib.sha256(message).hexdigest()}"
         asked = {"silo": silo, "ticket": ticket, "message": message}
@@ -144,12 +163,12 @@ class Flare:
             began = time.monotonic()
             try:
                 found = self._ask(job, {**asked, "timeout": left})
-                if "lost" in found:
-                    began -= found.get("silent", 0.0)
-                    raise ConnectionError(f"{self.sites[silo]}: {found['lost']}")
             except OSError:
                 self._failed(job, silo, began)
                 raise
+            if "lost" in found:
+                self._failed(job, silo, began - found.get("silent", 0.0), by_hub=True)
+                raise ConnectionError(f"{self.sites[silo]}: {found['lost']}")
             if not found.get("computes"):
                 job.failing.pop(silo, None)
             if "reply" in found:
@@ -216,8 +235,11 @@ class Flare:
         except OSError as error:
             LOG.info("no sign of life has reached job %s: %s", job.id, error)
 
-    def _failed(self, job: _Job, silo: int, began: float) -> None:
-        """Note that a silo is not reached by a job; give the job up if it has ended, or goes on."""
+    def _failed(self, job: _Job, silo: int, began: float, *, by_hub: bool = False) -> None:
+        """Note that a silo is not reached by a job; give the job up if it has ended, or goes on.
+
+        ``by_hub``: Whether the job's hub says so, which others may reach.
+        """
         now = time.monotonic()
         first, last = job.failing.get(silo, (began, began))
         first = began if began - last > APART else first
@@ -225,21 +247,30 @@ class Flare:
         with self._lock:
             if self._job is not job:
                 return
+            over = now - first > PATIENT
             try:
                 ended = self._status(job).startswith(("FINISHED", "FAILED"))
+                if by_hub and self._wait_for_sites is not None:
+                    # The others go on, unless a new job would reach it.
+                    over = now - first > RETURNED and self.sites[silo] in self._connected()
             except ConnectionError:
                 ended = False  # after a crash of the server a job is RUNNING for ever
-            if ended or now - first > PATIENT:
+            if ended or over:
                 LOG.info("job %s does not reach %s: a new one follows", job.id, self.sites[silo])
                 self._job = None
                 if not ended:
                     self._abort(job)
 
-    def _running(self, deadline: float) -> _Job:
-        """Return a job that runs; start one if there is none."""
+    def _running(self, deadline: float, site: str = "") -> _Job:
+        """Return a job that runs; start one if there is none, or without a site that is back."""
         if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0.001)):
             raise TimeoutError("the job at the NVFLARE server has not started")
         try:
+            job = self._job
+            if job is not None and site in job.without and site in self._connected():
+                LOG.info("%s is back: a new job takes it in", site)
+                self._job = None
+                self._abort(job)
             if self._job is None:
                 self._job = self._start(deadline)
             elif self._session is None:
@@ -249,15 +280,12 @@ class Flare:
             self._lock.release()
 
     def _start(self, deadline: float) -> _Job:
-        """Submit a job once all sites are connected, and return it when its hub answers."""
-        while missing := set(self.sites) - self._connected():
-            if time.monotonic() + LOOK > deadline:
-                raise TimeoutError(f"not connected to NVFLARE: {', '.join(sorted(missing))}")
-            time.sleep(LOOK)
-        key = secrets.token_hex(16)
+        """Submit a job once its sites are connected, and return it when its hub answers."""
+        without, key = self._missing(deadline), secrets.token_hex(16)
         with tempfile.TemporaryDirectory() as folder:
-            write_job(Path(folder), self.sites, key)
-            job = _Job(self._command("submit_job", folder), key)
+            all_needed = self._wait_for_sites is None
+            write_job(Path(folder), self.sites, key, without=without, all_needed=all_needed)
+            job = _Job(self._command("submit_job", folder), key, without=without)
         LOG.info("job %s is submitted", job.id)
         until = min(deadline, time.monotonic() + STARTING)
         while time.monotonic() < until:
@@ -276,6 +304,23 @@ class Flare:
                     continue
         self._abort(job)
         raise TimeoutError(f"NVFLARE has not started job {job.id}")
+
+    def _missing(self, deadline: float) -> set[str]:
+        """Return the sites without which a job is to begin, after having waited for them."""
+        now, wait = time.monotonic(), self._wait_for_sites
+        # Half of the time is left for the others, whose messages wait, too.
+        until = deadline if wait is None else min(now + wait, (now + deadline) / 2)
+        while missing := set(self.sites) - self._connected():
+            self._given_up &= missing
+            over = missing <= self._given_up or time.monotonic() + LOOK > until
+            if wait is not None and over and 2 * len(missing) < len(self.sites):
+                LOG.info("the job begins without %s", ", ".join(sorted(missing)))
+                break
+            if time.monotonic() + LOOK > deadline:
+                raise TimeoutError(f"not connected to NVFLARE: {', '.join(sorted(missing))}")
+            time.sleep(LOOK)
+        self._given_up = missing
+        return missing
 
     def _status(self, job: _Job) -> str:
         return str(self._command("get_job_meta", job.id).get("status"))
@@ -342,8 +387,20 @@ def wrong_with(kit: Path) -> str:
     return "".join(f"\n{check.name}: {check.words}" for check in found)
 
 
-def write_job(folder: Path, sites: Sequence[str], key: str) -> None:
-    """Write the files of a job in which sites relay bytes, with no code among them."""
+def write_job(
+    folder: Path,
+    sites: Sequence[str],
+    key: str,
+    *,
+    without: Collection[str] = (),
+    all_needed: bool = True,
+) -> None:
+    """Write the files of a job in which sites relay bytes, with no code among them.
+
+    It runs ``without`` some of them. Unless all others are needed, it goes on while more than half
+    of all are there.
+    """
+    there = [site for site in sites if site not in without]
     hub = {"id": "_server", "path": HUB, "args": {"sites": list(sites), "key": key, "idle": IDLE}}
     controller = {"id": "controller", "path": CONTROLLER, "args": {"server_obj_id": "_server"}}
     executor = {"path": EXECUTOR, "args": {"client_obj_id": "_client"}}
@@ -351,9 +408,9 @@ def write_job(folder: Path, sites: Sequence[str], key: str) -> None:
         folder / "meta.json",
         {
             "name": "numpyro_fed",
-            "deploy_map": {"hub": ["server"], "relay": list(sites)},
-            "min_clients": len(sites),
-            "mandatory_clients": list(sites),
+            "deploy_map": {"hub": ["server"], "relay": there},
+            "min_clients": len(there) if all_needed else len(sites) // 2 + 1,
+            "mandatory_clients": there if all_needed else [],
             "resource_spec": {},
         },
     )

@@ -54,6 +54,7 @@ from numpyro_fed.rounds.messages import (
     BEGINNINGS,
     DESCRIBE,
     DESCRIBE_COLUMNS,
+    DESCRIBED,
     GO_ON,
     LEVELS,
     OF_DATA,
@@ -345,23 +346,13 @@ class Silo:
         if agreed is not None and agreed.asker != asker:
             raise ModelError("another requester has described this method. Begin again.")
         if question.exchange == DESCRIBE:
-            entry["method"] = what = what_is_asked(_json(question.settings))
-            if agreed is None:
-                try:
-                    agreed = self._agreement(question.method, question.settings, asker)
-                except Exception:
-                    unknown = "the text does not fit the data here: the log says why"
-                    self._requesters.check_study(envelope, what, unknown)
-                    raise
-            facts = Facts.from_json(agreed.facts)
-            self._requesters.check_study(envelope, what, self._cost(facts))
-            if agreed.settings != question.settings:
-                raise ModelError("another method was described under this id before. Begin again.")
-            self._keep(question.method, agreed)
+            agreed = self._described(question.method, question.settings, envelope, entry)
             return write({}, {"facts": agreed.facts, VERSIONS: json.dumps(libraries())})
         if question.exchange not in OF_DATA:
             self._requesters.check_approved(envelope)
         if question.exchange == ACCEPT:
+            if (described := _json(question.settings).get(DESCRIBED)) is not None:
+                self._described(question.method, str(described), envelope, entry)
             agreed = self._get(question.method)
             if agreed.plan not in ("", question.settings):
                 raise ModelError("another plan was accepted for this method. Begin again.")
@@ -384,6 +375,27 @@ class Silo:
         with self._runs_of(question.method) as runs:
             entry["method"] = what_is_asked(_json(self._agreed[question.method].settings))
             return self._reply_of_run(runs, question, message)
+
+    def _described(
+        self, method: str, settings: str, envelope: Envelope | None, entry: dict[str, Any]
+    ) -> _Agreement:
+        """Return the silo's part in a method that a server describes, once its study may ask."""
+        entry["method"] = what = what_is_asked(_json(settings))
+        agreed = self._known(method) if method else None
+        if agreed is None:
+            try:
+                asker = "" if envelope is None else envelope.fingerprint
+                agreed = self._agreement(method, settings, asker)
+            except Exception:
+                unknown = "the text does not fit the data here: the log says why"
+                self._requesters.check_study(envelope, what, unknown)
+                raise
+        facts = Facts.from_json(agreed.facts)
+        self._requesters.check_study(envelope, what, self._cost(facts))
+        if agreed.settings != settings:
+            raise ModelError("another method was described under this id before. Begin again.")
+        self._keep(method, agreed)
+        return agreed
 
     def _check_reading(self, names: Sequence[str]) -> None:
         """Raise an error for arguments that a text may not read, or where persons are too few."""

@@ -36,6 +36,7 @@ from numpyro_fed.rounds.envelopes import PrivateKey, fingerprint_of, is_sealed
 from numpyro_fed.rounds.messages import (
     ACCEPT,
     DESCRIBE,
+    DESCRIBED,
     VERSIONS,
     Question,
     at_silo,
@@ -192,6 +193,8 @@ class Federation:
             self._silo_keys |= journal.silo_keys
         self._num_sums = self._num_parts = self._num_runs = 0
         self._cached = dict[Hashable, Any]()
+        # Methods, by their id, that silos have not heard of: in words that they can build them by.
+        self._untold = dict[str, str]()
         self._at_once = min(self.num_silos, at_once)
         # In words, what silos compute with other versions than this process; empty if they do not.
         self.unlike_versions = ""
@@ -237,22 +240,34 @@ class Federation:
         self._num_runs += 1
         return self._session + self._num_runs.to_bytes(4, "little")
 
-    def describe(self, method: Mapping[str, Any]) -> tuple[str, list[str]]:
+    def describe(
+        self, method: Mapping[str, Any], like: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[str]]:
         """Return an id for a method, and each silo's facts for it, as JSON.
 
         ``method`` is what silos need to build the same: ``{"model": "model"}`` alone, or with a
-        method's name and settings.
+        method's name and settings. Where what was described before is ``like`` it, its facts are
+        those: then silos are asked nothing, and hear of the method with its plan.
         """
-        asked = {**method, "double": is_double(), "version": VERSION}
-        asked |= {SECURE: True} if self.secure_sum else {}
-        settings = json.dumps(asked, sort_keys=True)
+        settings = self._description(method)
         if ("facts", settings) not in self._cached:
             id_ = f"{self._session.hex()}-{len(self._cached)}"
+            known = None if like is None else self._cached.get(("facts", self._description(like)))
+            if known is not None:
+                self._untold[id_] = settings
+                self._cached["facts", settings] = id_, known[1]
+                return self._cached["facts", settings]
             answers = self._ask_all(DESCRIBE, [settings] * self.num_silos, id_)
             facts = [_text("facts", answer, j) for j, answer in enumerate(answers)]
             self.unlike_versions = self._unlike(answers)
             self._cached["facts", settings] = id_, facts
         return self._cached["facts", settings]
+
+    def _description(self, method: Mapping[str, Any]) -> str:
+        """Return the text by which silos build a method in the precision of this process."""
+        asked = {**method, "double": is_double(), "version": VERSION}
+        asked |= {SECURE: True} if self.secure_sum else {}
+        return json.dumps(asked, sort_keys=True)
 
     def _unlike(self, descriptions: Sequence[bytes]) -> str:
         """Return in words which silos have other versions of libraries than this process."""
@@ -280,8 +295,10 @@ class Federation:
 
     def accept(self, method: str, plan: str) -> None:
         """Send the agreed plan of a method to all silos, each with its number."""
-        numbers = range(self.num_silos)
-        self._ask_all(ACCEPT, [json.dumps({"plan": plan, "number": j}) for j in numbers], method)
+        untold = self._untold.get(method)
+        told = {"plan": plan} if untold is None else {"plan": plan, DESCRIBED: untold}
+        settings = [json.dumps({**told, "number": j}) for j in range(self.num_silos)]
+        self._ask_all(ACCEPT, settings, method)
 
     def ask(self, who: Sequence[int], messages: Sequence[bytes], exchange: str) -> list[bytes]:
         """Return the reply of each silo of ``who`` to its message; all are asked at once."""

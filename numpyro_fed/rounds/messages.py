@@ -79,6 +79,7 @@ LEVELS = "levels"  # the question for the names of levels, before there is a mod
 MOMENTS = "moments"  # the question for means and sds of columns, before there is a model
 DESCRIBE_COLUMNS = "describe columns"  # the question for kinds, shares and rough quantiles
 OF_DATA = LEVELS, MOMENTS, DESCRIBE_COLUMNS
+DESCRIBED = "described"  # the part of an ACCEPT with a method that was not described before
 VERSIONS = "versions"  # the part of a head with those of a silo's libraries, as JSON
 DRAWS = "draws for a silo"  # draws of the globals, by which a silo predicts; there is no reply
 GO_ON = "go on"  # at a state of an earlier run, whose id is in the settings

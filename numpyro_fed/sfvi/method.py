@@ -121,6 +121,8 @@ class GradientMethod(RowMethod[Result, None], Generic[Settings]):
     schedule: str | Spec = field(default="synchronous", kw_only=True)
     batch_size: int | None = field(default=None, kw_only=True)
 
+    PLAIN_FACTS = True
+
     def __post_init__(self) -> None:
         positive_int("num_particles", self.num_particles)
         positive_int("starts", self.starts)

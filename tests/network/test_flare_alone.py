@@ -143,3 +143,85 @@ def test_an_engine_that_nobody_has_any_more_gives_no_signs_of_life(kit, session,
     del engine
     signs.join(5)
     assert not signs.is_alive()
+
+
+# --- sites that are away ---------------------------------------------------------------------
+
+
+def relays(job):
+    return job["deploy_map"]["relay"]
+
+
+def test_a_job_waits_for_all_sites(kit, session):
+    session.sites = list(SITES[:2])
+    with pytest.raises(TimeoutError, match="not connected to NVFLARE: hospital-3"):
+        Flare(kit, SITES, patience=0.1)
+    session.sites = list(SITES)
+    with Flare(kit, SITES):
+        assert session.jobs[0]["mandatory_clients"] == list(SITES)
+        assert session.jobs[0]["min_clients"] == 3
+
+
+def test_a_job_begins_without_a_site_that_is_away(kit, session):
+    session.sites = list(SITES[:2])
+    began = time.monotonic()
+    with Flare(kit, SITES, wait_for_sites=0.2) as engine:
+        assert time.monotonic() - began > 0.15
+        assert relays(session.jobs[0]) == list(SITES[:2])
+        assert session.jobs[0]["min_clients"] == 2
+        assert session.jobs[0]["mandatory_clients"] == []
+        assert engine.num_silos == 3
+        assert engine.send(1, b"m", 9) == b"hospital-2m"
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match="hospital-3 is not connected"):
+            engine.send(2, b"m", 9)
+        # A new job does not wait for it again.
+        engine._job = None
+        assert engine.send(1, b"m", 9) == b"hospital-2m"
+        assert time.monotonic() - began < 0.15
+        # It is taken in when it is back.
+        session.sites = list(SITES)
+        assert engine.send(2, b"m", 9) == b"hospital-3m"
+        assert [len(relays(job)) for job in session.jobs] == [2, 2, 3]
+
+
+def test_a_job_does_not_begin_with_half_of_the_sites(kit, session):
+    session.sites = list(SITES[:1])
+    with pytest.raises(TimeoutError, match="hospital-2, hospital-3"):
+        Flare(kit, SITES, wait_for_sites=0.0, patience=0.2)
+    assert not session.jobs
+
+
+def test_others_have_half_of_the_time_of_a_message(kit, session):
+    with Flare(kit, SITES, wait_for_sites=60.0) as engine:
+        session.sites, engine._job = list(SITES[:2]), None
+        assert engine.send(0, b"m", 0.4) == b"hospital-1m"
+
+
+def lost(session):
+    """Let the hub lose hospital-3 for longer than a site is patient."""
+    replies = session.reply
+
+    def reply(site, asked):
+        away = site == "hospital-3" and len(session.jobs) == 1
+        return {"lost": "gone", "silent": 100.0} if away else replies(site, asked)
+
+    session.reply = reply
+
+
+@pytest.mark.parametrize("wait_for_sites", [None, 60.0])
+def test_a_site_that_is_lost_ends_the_job_of_those_who_need_all(kit, session, wait_for_sites):
+    lost(session)
+    with Flare(kit, SITES, wait_for_sites=wait_for_sites) as engine:
+        session.sites, job = list(SITES[:2]), engine._job
+        with pytest.raises(ConnectionError, match="hospital-3: gone"):
+            engine.send(2, b"m", 9)
+        assert engine._job is (None if wait_for_sites is None else job)
+        if wait_for_sites is not None:
+            assert engine.send(1, b"m", 9) == b"hospital-2m"
+            # Connected again, it is reached by a new job.
+            session.sites = list(SITES)
+            with pytest.raises(ConnectionError, match="hospital-3: gone"):
+                engine.send(2, b"m", 9)
+            assert engine.send(2, b"m", 9) == b"hospital-3m"
+            assert len(session.jobs) == 2
