@@ -118,7 +118,9 @@ class Hub:
 
     def _pass_on(self, silo: int, ticket: str, message: bytes, timeout: float, key: str) -> Found:
         """Return what a site's relay says once its silo has replied, or that the site is lost."""
-        client, until = self._clients[self.sites[silo]], time.monotonic() + timeout
+        client, until = self._clients.get(self.sites[silo]), time.monotonic() + timeout
+        if client is None:
+            return {"lost": "the site has no part in the job"}
         while (left := until - time.monotonic()) > 0:
             asked = time.monotonic()
             try:
