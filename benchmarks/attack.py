@@ -10,6 +10,10 @@ It attacks under several limits on places (``max_places``). Then, after a weighi
 gradient, and one exchange weighs a thousand. ``honest`` is what :func:`numpyro_fed.fit` on three
 such silos has asked for.
 
+Then it attacks the default between three hospitals, sums that nobody sees the parts of: by the sums
+of three hospitals; with two silos of its own in the place of the others, whose parts it takes off,
+as two silos could that work with the server; and against a policy that names its ``peers``.
+
     python benchmarks/attack.py --json attack.json
 """
 
@@ -32,8 +36,11 @@ from record import write as write_record
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.basics.files import canonical
 from numpyro_fed.network import InMemory
+from numpyro_fed.privacy.masks import decode
 from numpyro_fed.rounds.messages import Question, raise_refusal, read, write
+from numpyro_fed.rounds.secure_sums import MASKED, SUM
 
 KEY = jax.random.key(0)
 ROWS, SCALE = 20, 1e6
@@ -102,6 +109,80 @@ class Server(InMemory):
         values = self.reply("importance", {"down.z_G": draws})["reply.up.log_likelihood"]
         found = np.asarray(values, float)[: 4 * len(places)].reshape(-1, 4)
         return (found[:, 1:] - found[:, :1]) / STEP
+
+
+class SumServer(InMemory):
+    """An engine between hospitals, whose server sees sums and remembers its last questions."""
+
+    in_process = False
+
+    def __init__(self, silos: list[nf.Silo]):
+        super().__init__([silo.answer for silo in silos])
+        self.there = nf.Federation(self, names={"model": model}, at_once=1)
+        self.heard: dict[int, bytes] = {}
+        self.number = 0
+
+    def send(self, silo: int, message: bytes, timeout: float) -> bytes:
+        """Return a silo's reply to a message."""
+        question = Question.of(read(message).head)
+        self.number = max(self.number, question.number)
+        if question.exchange == "mode":
+            self.heard[silo] = message
+        return super().send(silo, message, timeout)
+
+    def by_places(self, places: np.ndarray) -> np.ndarray:
+        """Return the sums over silos of gradients at places (n, 3), one question for each."""
+        return np.array([self._sum_at(place) for place in places])
+
+    def _sum_at(self, place: np.ndarray) -> np.ndarray:
+        terms, number = self.there.sum_terms(range(self.num_silos)), self.number + 1
+        words = np.zeros((), np.uint64)
+        for silo in range(self.num_silos):
+            head, arrays = read(self.heard[silo])
+            down = np.broadcast_to(place, arrays["down"].shape).astype(arrays["down"].dtype)
+            question = Question.of(head)
+            question = question._replace(used=question.number, number=number)
+            asked = write({**arrays, "down": down}, question.head() | {SUM: canonical(terms[silo])})
+            reply = self.send(silo, asked, 1.0)
+            raise_refusal(reply, silo, "mode")
+            words = words + read(reply).arrays[MASKED]
+        # The curvatures come first, as their name does.
+        starts, dim = down.shape
+        return decode(words, self.num_silos)[starts * dim**2 :][:dim]
+
+
+def attacked_sums(own: int, peers: bool = False) -> dict[str, Any]:
+    """Return what the attack finds by sums, where so many silos are the server's own.
+
+    ``peers``: Whether the first silo's owner has named the keys of the true others.
+    """
+    true = [patients(seed) for seed in range(3 - own)]
+    made_up = [patients(seed) for seed in range(10, 10 + own)]
+    others = [nf.Silo(d, names={"model": model}) for d in true[1:] + made_up]
+    known = ("none of these",) if peers else ()
+    first = nf.Silo(true[0], names={"model": model}, policy=nf.Policy(peers=known))
+    server = SumServer([first, *others])
+
+    def gradients(places: np.ndarray) -> np.ndarray:
+        found = server.by_places(places)
+        for silo in made_up:
+            probability = 1 / (1 + np.exp(-np.clip(places @ silo["x"].T, -700, 700)))
+            found = found - (silo["y"] - probability) @ silo["x"]
+        return found
+
+    try:
+        nf.SFVI(model).run(KEY, 0, server.there, progress_bar=False)
+        found, asked, _ = attack(gradients, SCALE)
+    except ModelError:
+        found, asked = [], 0
+    rows = np.concatenate([silo["x"] for silo in true]).astype(float)
+    errors = [np.abs(rows - row).max(1).min() for row in found]
+    return {
+        "rows": len(rows),
+        "rows_found": int(np.sum(np.array(errors) < 0.5)),
+        "worst_error": float(max(errors)) if errors else None,
+        "places_asked": asked,
+    }
 
 
 def attack(
@@ -209,8 +290,18 @@ def main() -> None:
     table = {f"max_places={n}": attacked(nf.Policy(max_places=n)) for n in limits}
     table["in_order, after a weighing"] = attacked(ordered)
     table["the same, by draws"] = attacked(ordered, "draws")
-    report = {"machine": machine(), "attack": table, "honest": {} if args.quick else honest()}
-    for name, row in report["attack"].items():
+    by_sums = {
+        "sums over three hospitals": attacked_sums(0),
+        "sums with two silos of the server": attacked_sums(2),
+        "the same, with peers in the policy": attacked_sums(2, peers=True),
+    }
+    report = {
+        "machine": machine(),
+        "attack": table,
+        "sums": by_sums,
+        "honest": {} if args.quick else honest(),
+    }
+    for name, row in {**table, **by_sums}.items():
         print(f"{name:28}", row)
     print("a fit asks for", report["honest"])
     if args.json:
@@ -220,6 +311,10 @@ def main() -> None:
                 f"{r['rows_found']}, outcomes {r['outcomes_found']}, places {r['places_asked']}",
             )
             for name, r in table.items()
+        ]
+        rows += [
+            table_row(f"rows found, {name}", f"{r['rows_found']} of {r['rows']}")
+            for name, r in by_sums.items()
         ]
         write_record(args.json, rows, details=report)
 

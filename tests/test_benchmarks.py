@@ -55,6 +55,10 @@ def test_attack(tmp_path):
     assert table["max_places=60"]["outcomes_found"] == 20
     assert table["in_order, after a weighing"]["places_asked"] == 0
     assert table["the same, by draws"]["rows_found"] > 10
+    sums = report["sums"]
+    assert sums["sums over three hospitals"]["rows_found"] == 60
+    assert sums["sums with two silos of the server"]["places_asked"] == 21
+    assert sums["the same, with peers in the policy"]["rows_found"] == 0
 
 
 def test_influence(tmp_path):

@@ -38,6 +38,7 @@ SITES = "sites.json"
 PROGRAMS = "programs"
 KEY = "key"  # the file in a rehearsal's folder with the key of who asks
 LOG = logging.getLogger("numpyro_fed.silo")
+SECURE_SUM = "sums that nobody sees (by default with three silos or more)"
 # Errors whose words are for whoever runs the command.
 TOLD = ModelError, DataError, SavedStateError, ConnectionError, TimeoutError, MissingExtraError
 
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one.add_argument("--silos", type=int, required=True, help="their number")
     one.add_argument("--data", required=True, help=f"file.py:function; it can read {NUMBER}")
     one.add_argument("--state", type=Path, help="a folder, to go on with the same command")
-    one.add_argument("--secure-sum", action="store_true", help="sums that nobody sees")
+    one.add_argument("--secure-sum", action=argparse.BooleanOptionalAction, help=SECURE_SUM)
 
     silo = commands.add_parser("silo", help="answer a server, with the data of this silo")
     silo.set_defaults(command=serve)
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--kit", type=Path, help="the startup kit of a user of NVFLARE")
     run.add_argument("--sites", nargs="+", help="of NVFLARE, in the order of the silos")
     run.add_argument("--state", type=Path, help="a folder, to go on with the same command")
-    run.add_argument("--secure-sum", action="store_true", help="sums that nobody sees")
+    run.add_argument("--secure-sum", action=argparse.BooleanOptionalAction, help=SECURE_SUM)
     run.add_argument("--patience", type=float, default=PATIENCE, help="seconds to wait for a silo")
 
     kit = commands.add_parser("allow", help="let the NVFLARE of a startup kit run the relay only")
@@ -141,7 +142,7 @@ def silo_of(args: argparse.Namespace, state: Path | None) -> Silo:
     if state is not None:
         cache_programs(private_folder(state / PROGRAMS))
     LOG.info("replies are signed by the key %s (silo_keys)", silo.fingerprint_of_replies)
-    if policy.secure_sum:
+    if policy.secure_sum is not False:
         LOG.info("the fingerprint of this silo's key, for others' peers: %s", silo.fingerprint)
     LOG.info("what is kept, what was asked among it, is in %s", state or "no folder")
     return silo

@@ -39,6 +39,8 @@ class InMemory:
     answers : sequence of (bytes -> bytes)
     """
 
+    in_process = True  # nobody is on the way
+
     def __init__(self, answers: Sequence[Callable[[bytes], bytes]]):
         self._answers = list(answers)
         self.num_silos = len(self._answers)

@@ -15,6 +15,7 @@ import numpy as np
 from numpyro_fed.basics.errors import ModelError, is_number, one_of
 from numpyro_fed.data.tables import MIN_COUNT
 from numpyro_fed.methods.method import PlanSize
+from numpyro_fed.rounds.secure_sums import HIDES
 
 MAX_EPSILON = 10.0  # of runs with noise, where the owner has set none
 MAX_DELTA = 1e-3  # the same, for any number of rows
@@ -78,9 +79,11 @@ class Policy:
         life: the places of a search, and the steps of rounds.
     max_draws : int
         Draws of the globals at which it sends its log likelihood, or latents, in all its life.
-    secure_sum : bool
-        Whether replies leave this silo under masks alone, so that the server learns sums over
-        silos (``Federation(secure_sum=True)``). Such a sum, too, is over ``min_silos`` at least.
+    secure_sum : bool, optional
+        Whether the replies of runs leave this silo under masks alone, so that the server learns
+        sums over silos. Such a sum, too, is over ``min_silos`` at least. By default that is so in
+        plans of three silos or more, where questions are signed; with False single replies are
+        allowed. With True no question about data is answered, either, that is told silo by silo.
     sums_again : int
         How often a reply is sent under other masks, for a sum over fewer silos, where silos have
         dropped out.
@@ -128,7 +131,7 @@ class Policy:
     tell_latents: bool = False
     max_places: int = 5_000
     max_draws: int = 200_000
-    secure_sum: bool = False
+    secure_sum: bool | None = None
     sums_again: int = 3
     peers: tuple[str, ...] = ()
     max_epsilon: float | None = None
@@ -147,6 +150,9 @@ class Policy:
                     raise ValueError(f"{name} must be a sequence of names, got {value!r}.")
             elif value is None and f.default is None:
                 continue
+            elif name == "secure_sum":
+                if not isinstance(value, bool):
+                    raise ValueError(f"{name} must be true or false, got {value!r}.")
             elif name in ("audit", "person", "approve"):
                 if not isinstance(value, str):
                     raise ValueError(f"{name} must be a text, got {value!r}.")
@@ -215,6 +221,16 @@ class Policy:
             raise ModelError(
                 "this silo's policy lets replies leave it under masks alone (secure_sum): the "
                 "server must ask by Federation(..., secure_sum=True)."
+            )
+
+    def check_single_replies(self, size: PlanSize) -> None:
+        """Raise an error for plain replies to a network, which the owner has not allowed."""
+        if self.secure_sum is None and size.num_silos >= HIDES:
+            raise ModelError(
+                f"single replies are asked for in a plan of {size.num_silos} silos, where sums "
+                "could hide them: this silo gives them under masks alone, "
+                "Federation(..., secure_sum=True). Its owner may allow it otherwise: secure_sum = "
+                "false in the policy."
             )
 
     def check_plan(self, size: PlanSize) -> None:

@@ -165,11 +165,6 @@ class Silo:
         """Return the digest of the silo's key, by which other silos know it (``Policy.peers``).
 
         The key stays the same as long as the folder ``state`` does.
-
-        Raises
-        ------
-        MissingExtraError
-            Without the extra ``privacy``.
         """
         return fingerprint(self._sums.identity.public)
 
@@ -524,6 +519,8 @@ class Silo:
                 ) from error
         size = runs.size
         self._policy.check_plan(size)
+        if agreed.asker and not agreed.secure_sum:
+            self._policy.check_single_replies(size)
         self._policy.check_noise(size.multiplier, "a run would be answered")
         if size.shares_noise and not agreed.secure_sum:
             raise ModelError(

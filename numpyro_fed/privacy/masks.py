@@ -23,12 +23,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from numpyro_fed.basics.errors import DataError, optional
+from numpyro_fed.basics.errors import DataError
 
 # More parties would carry from one field of a word into the next.
 MAX_PARTIES = 255
@@ -215,8 +216,8 @@ def masked(words: np.ndarray, keys: Mapping[int, bytes], me: int, purpose: bytes
 
 
 def _crypto(module: str) -> Any:
-    """Return a module of the library cryptography, which the extra ``privacy`` carries."""
-    return optional(f"cryptography.hazmat.primitives.{module}", "privacy")
+    """Return a module of the library cryptography, which is imported when it is needed."""
+    return import_module(f"cryptography.hazmat.primitives.{module}")
 
 
 def _x25519() -> Any:

@@ -45,7 +45,7 @@ from numpyro_fed.rounds.messages import (
     read,
     write,
 )
-from numpyro_fed.rounds.secure_sums import KEYS, PEERS, SECURE, Terms
+from numpyro_fed.rounds.secure_sums import HIDES, KEYS, PEERS, SECURE, Terms
 
 # Seconds between two tries to reach a silo: the first is short, since most failures are, and a silo
 # that restarts is found within the last.
@@ -111,11 +111,13 @@ class Federation:
         The number of silos that are asked at the same time; each takes a thread.
     silo_names : list of str, optional
         The names of silos, in their order, by which tables, figures and messages call them.
-    secure_sum : bool
+    secure_sum : bool, optional
         Whether silos mask their replies, so that the server learns the sum over all silos of an
         exchange and no reply of one. Exchanges and schedules that need single replies are refused:
-        :func:`numpyro_fed.Result.silos`, ``leave_out``, PVI one silo after the other. At silos it
-        needs the extra ``privacy``. A silo's owner asks for it by ``Policy(secure_sum=True)``.
+        :func:`numpyro_fed.Result.silos`, ``leave_out``, PVI one silo after the other. By default
+        that is so for three silos or more that are not in this process. False asks for single
+        replies, which a silo's owner must allow (``Policy(secure_sum=False)``); with True questions
+        about data that are told silo by silo, such as :func:`numpyro_fed.levels`, are refused, too.
 
     key : PrivateKey, optional
         The key of who asks (:class:`numpyro_fed.network.PrivateKey`). With it each message is
@@ -164,7 +166,7 @@ class Federation:
         state: str | Path | None = None,
         log: str | Path | None = None,
         at_once: int = MAX_AT_ONCE,
-        secure_sum: bool = False,
+        secure_sum: bool | None = None,
         silo_names: Sequence[str] = (),
         key: PrivateKey | None = None,
         study: str = "",
@@ -173,10 +175,14 @@ class Federation:
         positive_int("at_once", at_once)
         positive_number("patience", patience)
         one_of("missing", missing, *MISSING)
-        self.missing, self.secure_sum = missing, secure_sum
+        self.missing = missing
         self._state, self._most_at_once = None if state is None else Path(state), at_once
         self._engine, self.names, self.patience = engine, dict(names or {}), patience
         self.num_silos = engine.num_silos
+        self._nothing_else = secure_sum is True
+        if secure_sum is None:
+            secure_sum = self.num_silos >= HIDES and not getattr(engine, "in_process", False)
+        self.secure_sum = secure_sum
         self.silo_names = _names_for(self.num_silos, silo_names)
         self._journal = journal = None if state is None else Journal(Path(state), self.num_silos)
         self._log = Path(state) / LOG if log is None and state is not None else log
@@ -214,7 +220,7 @@ class Federation:
         engine: Any = SimpleNamespace(
             num_silos=len(numbers), send=lambda silo, *args: send(numbers[silo], *args)
         )
-        return Federation(
+        part = Federation(
             engine,
             names=self.names,
             patience=self.patience,
@@ -228,6 +234,8 @@ class Federation:
             study=self._study,
             silo_keys=[self._expected_keys[j] for j in numbers] if self._expected_keys else (),
         )
+        part._nothing_else = self._nothing_else
+        return part
 
     def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
         """Return the object of this name, made at its first use."""
@@ -285,7 +293,7 @@ class Federation:
 
         The same question is asked once.
         """
-        if self.secure_sum:
+        if self._nothing_else:
             raise ModelError(
                 f"'{exchange}' is told silo by silo, and this federation asks for secure sums "
                 "alone (secure_sum=True). Ask by a Federation without, if all silos allow it."

@@ -28,6 +28,7 @@ SECURE = "secure_sum"  # the setting that all agree on
 SUM = "sum"  # the text in the head of a question to which a masked reply is wanted
 MASKED = "masked"  # the array of a masked reply
 MIN_SUMMED = 2  # silos of a sum; that of one is its reply
+HIDES = 3  # silos from which on a sum hides each reply from the others as well
 
 
 class Terms(NamedTuple):
@@ -51,9 +52,10 @@ def check_summed(exchange: Exchange[Any, Any, Any]) -> None:
     """Raise an error for an exchange whose replies are not added up."""
     if exchange.combine is not Combine.SUM:
         raise SumError(
-            "is not enough for it: it needs the reply of each silo by itself, and with "
-            "secure_sum=True sums alone are told. Nothing was sent. Leave it out, or ask it over a "
-            "Federation without secure_sum, if the silos' owners agree.",
+            "is not enough for it: it needs the reply of each silo by itself, and under secure "
+            "sums these are not told. Nothing was sent. Leave it out, or ask it over "
+            "Federation(..., secure_sum=False), if the silos' owners allow it (secure_sum = false "
+            "in the policy).",
             silos=(),
             exchange=exchange.name,
         )

@@ -261,6 +261,44 @@ def test_a_text_reads_no_other_columns_and_few_persons_are_not_told():
                 nf.moments(there, ["y"])
 
 
+# --- sums by default -------------------------------------------------------------------------
+
+
+class Far(InMemory):
+    """An engine to silos that are not in this process."""
+
+    in_process = False
+
+
+def three(key=ANALYST, secure_sum=None, **rules):
+    silos = [silo(dict(y=np.arange(9.0) + j), **rules) for j in range(3)]
+    engine = Far([one.answer for one in silos])
+    return nf.Federation(engine, names={"level": level}, key=key, secure_sum=secure_sum, at_once=1)
+
+
+def test_three_silos_elsewhere_send_sums_that_nobody_sees():
+    there = three()
+    assert there.secure_sum
+    assert there.of([0, 1]).secure_sum
+    assert not federation([silo(), silo(), silo()]).secure_sum  # in this process
+    engine = Far([one.answer for one in (silo(), silo())])
+    assert not nf.Federation(engine).secure_sum  # of two each could take its own part off
+    found = nf.fit(KEY, level, there, progress_bar=False)
+    here = nf.fit(KEY, level, [dict(y=np.arange(9.0) + j) for j in range(3)], progress_bar=False)
+    np.testing.assert_allclose(found.summary(), here.summary(), rtol=1e-6)
+    # What is told silo by silo by its own rules goes on.
+    assert nf.moments(there, ["y"]).mean["y"] == 5
+
+
+def test_single_replies_of_three_silos_need_their_owners_consent():
+    with pytest.raises(ModelError, match="secure_sum = false in the policy"):
+        run(three(secure_sum=False))
+    silos = [silo(dict(y=np.arange(9.0) + j), secure_sum=False) for j in range(3)]
+    assert run(federation(silos)) > 0
+    # Whose silo asks for no signature answers whoever may open its socket.
+    assert run(three(key=None, secure_sum=False, requesters=())) > 0
+
+
 # --- what a refusal tells --------------------------------------------------------------------
 
 
