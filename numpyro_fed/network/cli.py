@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from numpyro_fed.basics.errors import DataError, MissingExtraError, ModelError, SavedStateError
-from numpyro_fed.basics.files import private_folder, write_atomically
+from numpyro_fed.basics.files import OWNER_ALONE, private_folder, write_atomically
 from numpyro_fed.basics.programs import cache_programs
 from numpyro_fed.network.doctor import add_doctor
 from numpyro_fed.network.engines import Folder, Sockets, listen, short_folder
@@ -30,6 +31,7 @@ from numpyro_fed.rounds.federation import Engine, Federation
 NUMBER = "NUMPYRO_FED_SILO"  # of the silos of a rehearsal, in their environment
 # Seconds until the processes of a rehearsal listen: each imports JAX and reads its data.
 STARTING = 300.0
+EVERY, WIDTH = 5.0, 500  # seconds between two signs of life of a silo, and their letters
 PATIENCE = 600.0  # seconds to wait for a silo, unless told otherwise
 # The file in the analyst's folder that names the sites of NVFLARE, whose order is that of silos.
 SITES = "sites.json"
@@ -67,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept.add_argument("--state", type=Path, help=words)
     words = "keep nothing: the policy's limits end with the process, as in a rehearsal"
     kept.add_argument("--in-memory", action="store_true", help=words)
+    words = "a file that says every few seconds that the silo lives, and what was asked last"
+    silo.add_argument("--health", type=Path, help=words)
     add_rules(silo)
 
     answer = commands.add_parser("answer", help="answer the files of an analyst, and end")
@@ -161,6 +165,8 @@ def serve(args: argparse.Namespace) -> None:
     silo = silo_of(args, state)
     server = listen(args.socket, silo.answer, args.socket_group)
     LOG.info("listening at %s", args.socket)
+    if args.health is not None:
+        threading.Thread(target=tell_health, args=(silo, args.health), daemon=True).start()
     try:
         server.serve_forever()
     except KeyboardInterrupt:
@@ -168,6 +174,20 @@ def serve(args: argparse.Namespace) -> None:
     finally:
         server.server_close()
         args.socket.unlink(missing_ok=True)
+
+
+def tell_health(silo: Silo, file: Path) -> None:
+    """Write every few seconds that a silo lives, with :attr:`Silo.health`, as long as it does."""
+    while True:
+        told = json.dumps({"alive": time.time(), **silo.health})
+        try:
+            # In place and of one length: whoever watches never reads a half, and the rights stay
+            # that its owner gives the file.
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT, OWNER_ALONE), "w") as stream:
+                stream.write(told.ljust(WIDTH) + "\n")
+        except OSError as error:
+            LOG.warning("%s cannot be written (%s)", file, error.strerror)
+        time.sleep(EVERY)
 
 
 def analyse(args: argparse.Namespace) -> None:

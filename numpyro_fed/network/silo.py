@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -155,6 +156,7 @@ class Silo:
                 category=PrivacyWarning,
                 stacklevel=2,
             )
+        self._counts, self._last = {"answered": 0, "refused": 0}, 0.0
         self._sums = SecureSums(self._policy, self._store)
         self._requesters = Requesters(self._policy, self._store, self._sums, study)
         # One message at a time: a silo's state has one next state.
@@ -172,6 +174,14 @@ class Silo:
     def fingerprint_of_replies(self) -> str:
         """Return the digest of the key by which replies are signed (``Federation.silo_keys``)."""
         return self._requesters.key.fingerprint
+
+    @property
+    def health(self) -> dict[str, Any]:
+        """Return when the last message came, what was answered, and what is left of the limits.
+
+        Times are seconds since 1970; counts are those of this process.
+        """
+        return {"last_message": self._last or None, **self._counts, "left": self._ledger.left}
 
     def hold(self) -> None:
         """Take the folder ``state`` for this silo alone, as its first answer does.
@@ -217,6 +227,8 @@ class Silo:
             head, arrays = read(reply)
             sent = {name: list(a.shape) for name, a in arrays.items()}
             told = {"refused": "error" in head, "why": head.get("words", "")}
+            self._counts["refused" if told["refused"] else "answered"] += 1
+            self._last = time.time()
             try:
                 if self._audit is not None:
                     self._audit.add(

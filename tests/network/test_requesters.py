@@ -1,5 +1,6 @@
 """Who may ask a silo: signatures that hold for one silo, study and moment, and studies approved."""
 
+import json
 import time
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, ModelError, RefusedError, ReplyError
 from numpyro_fed.basics.files import canonical
 from numpyro_fed.network import InMemory, PrivateKey
-from numpyro_fed.network.cli import main
+from numpyro_fed.network.cli import main, tell_health
 from numpyro_fed.network.refusals import refusal_of
 from numpyro_fed.network.requesters import APPROVED, REFUSED, Study, keep_study, studies
 from numpyro_fed.rounds.envelopes import ENVELOPE, SIGNATURE, is_sealed, signed_message
@@ -297,6 +298,33 @@ def test_single_replies_of_three_silos_need_their_owners_consent():
     assert run(federation(silos)) > 0
     # Whose silo asks for no signature answers whoever may open its socket.
     assert run(three(key=None, secure_sum=False, requesters=())) > 0
+
+
+# --- signs of life ---------------------------------------------------------------------------
+
+
+def test_a_silo_says_that_it_lives_and_what_it_was_asked(tmp_path, monkeypatch):
+    one, file, told = silo(), tmp_path / "health.json", []
+
+    def after_a_while(seconds):
+        told.append(json.loads(file.read_text()))
+        file.chmod(0o640)
+        if len(told) == 1:
+            nf.moments(federation([one, silo()]), ["y"])
+            with pytest.raises(ReplyError):
+                nf.moments(federation([one, silo()], key=STRANGER), ["y"])
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", after_a_while)
+    with pytest.raises(KeyboardInterrupt):
+        tell_health(one, file)
+    first, second = told
+    assert first["last_message"] is None
+    assert first["alive"] <= second["last_message"] <= second["alive"]
+    assert (second["answered"], second["refused"]) == (1, 1)
+    assert second["left"]["places"] == 5_000
+    assert file.stat().st_mode & 0o777 == 0o640
 
 
 # --- what a refusal tells --------------------------------------------------------------------
