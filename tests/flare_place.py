@@ -1,4 +1,4 @@
-"""A whole NVFLARE on the loopback device: provisioned, with a server, three sites, their silos."""
+"""A whole NVFLARE on the loopback device: provisioned, with a server, its sites and their silos."""
 
 import os
 import signal
@@ -20,12 +20,10 @@ POLICY = "min_rows = 1\nparameters_per_row = 10.0\n"
 PROJECT = """\
 api_version: 3
 name: study
-description: three hospitals
+description: hospitals
 participants:
   - {{name: localhost, type: server, org: university, fed_learn_port: {port}}}
-  - {{name: hospital-1, type: client, org: hospital_1}}
-  - {{name: hospital-2, type: client, org: hospital_2}}
-  - {{name: hospital-3, type: client, org: hospital_3}}
+{sites}
   - {{name: analyst@university.org, type: admin, org: university, role: lead}}
 builders:
   - path: nvflare.lighter.impl.workspace.WorkspaceBuilder
@@ -40,8 +38,8 @@ builders:
 class Place:
     """The processes of a federation, each with a log in one folder, which ``close`` ends."""
 
-    def __init__(self, folder, study=STUDY, data=STUDY, **environment):
-        self.folder, self.study, self.data = Path(folder), study, data
+    def __init__(self, folder, study=STUDY, data=STUDY, sites=SITES, **environment):
+        self.folder, self.study, self.data, self.sites = Path(folder), study, data, sites
         self.environment = {**os.environ, "HOME": str(folder), **environment}
         # Else the nvflare of another environment may come first.
         path = [str(Path(sys.executable).parent), os.environ["PATH"]]
@@ -50,13 +48,15 @@ class Place:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        (self.folder / "project.yml").write_text(PROJECT.format(port=port))
+        lines = (f"  - {{name: {s}, type: client, org: {s.replace('-', '_')}}}" for s in sites)
+        project = PROJECT.format(port=port, sites="\n".join(lines))
+        (self.folder / "project.yml").write_text(project)
         ANALYST.save(self.folder / "analyst.key")
         rules = f'requesters = ["{ANALYST.fingerprint}"]\n{POLICY}'
         (self.folder / "policy.toml").write_text(rules)
         self.call("nvflare.cli", "provision", "-p", "project.yml", "-w", "kits", "--force")
         self.allow(SERVER)
-        for site in SITES:
+        for site in sites:
             self.allow(site, "--socket", f"{site}.sock")
 
     def kit(self, name):
@@ -96,7 +96,7 @@ class Place:
         self.start(f"nvflare of {name}", ["bash", str(script), "--once"])
 
     def start_silo(self, number):
-        site = SITES[number]
+        site = self.sites[number]
         command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(self.study)]
         command += ["--data", f"{self.data}:silo", "--socket", f"{site}.sock"]
         command += ["--state", f"{site}.state", "--policy", "policy.toml"]
@@ -104,19 +104,19 @@ class Place:
 
     def start_echo(self, number):
         """A process that listens where a silo does, and replies with what it is told."""
-        site = SITES[number]
+        site = self.sites[number]
         self.start(f"silo of {site}", [sys.executable, __file__, f"{site}.sock"])
 
     def start_all(self, start_silo=None):
-        for number in range(len(SITES)):
+        for number in range(len(self.sites)):
             (start_silo or self.start_silo)(number)
-        for name in (SERVER, *SITES):
+        for name in (SERVER, *self.sites):
             self.start_nvflare(name)
         self.wait_for_silos()
 
     def wait_for_silos(self, within=120.0):
         deadline = time.monotonic() + within
-        while not all(self.listens(site) for site in SITES):
+        while not all(self.listens(site) for site in self.sites):
             for name, process in self.processes.items():
                 assert process.poll() is None, f"{name}: {self.log(name)[-3_000:]}"
             assert time.monotonic() < deadline, "the silos do not listen"
@@ -130,7 +130,7 @@ class Place:
         return (self.folder / f"{name}.log").read_text()
 
     def kill_silo(self, number):
-        process = self.processes.pop(f"silo of {SITES[number]}")
+        process = self.processes.pop(f"silo of {self.sites[number]}")
         process.kill()
         process.wait()
 

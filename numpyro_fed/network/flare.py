@@ -176,7 +176,7 @@ class Flare:
             if "away" in found:
                 raise ConnectionError(f"{self.sites[silo]}: {found['away']}")
             asked["message"] = b""  # the hub has it
-        raise TimeoutError(f"{self.sites[silo]} computes still")
+        raise TimeoutError(f"{self.sites[silo]} has not answered yet")
 
     def close(self) -> None:
         """End the job, and leave NVFLARE."""
