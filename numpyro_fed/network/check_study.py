@@ -16,11 +16,11 @@ import numpy as np
 
 from numpyro_fed.basics.errors import DataError, GuideError, ModelError
 from numpyro_fed.basics.programs import precision
-from numpyro_fed.data.tables import as_series, columns_of, is_frame, level_counts, model_arguments
+from numpyro_fed.data.tables import as_series, columns_of, is_frame, model_arguments
 from numpyro_fed.methods.method import FederatedMethod, PlanSize
 from numpyro_fed.network.check import OK, WARNING, WRONG, Check, place_of
 from numpyro_fed.network.policy import Policy
-from numpyro_fed.network.silo import num_rows_of
+from numpyro_fed.network.silo_table import SiloTable
 from numpyro_fed.network.study_files import data_of, load_study, names_of
 from numpyro_fed.text.plan import describe
 
@@ -66,16 +66,14 @@ def check_data(where: str, policy: Policy) -> Generator[Check, None, Any]:
         return None
     for column, value in leaves_of("", data):
         yield described(column, value)
-    number = num_rows_of(arguments_of(data))
-    yield compared(number, policy.min_rows, "rows", "min_rows")
-    if policy.person is not None:
-        try:
-            number = len(level_counts(data, [policy.person])[policy.person])
-        except DataError as error:
-            yield Check(name, WRONG, f"the policy's column of persons: {error}")
-            return data
+    try:
+        table = SiloTable(data, policy)
+    except DataError as error:
+        yield Check(name, WRONG, f"the policy's column of persons: {error}")
+        return data
+    yield compared(table.num_rows, policy.min_rows, "rows", "min_rows")
     if policy.person is not None or policy.min_persons:
-        yield compared(number, policy.min_persons, "persons", "min_persons")
+        yield compared(table.num_persons, policy.min_persons, "persons", "min_persons")
     return data
 
 
@@ -161,6 +159,7 @@ def traced(model: Any, data: Any, policy: Policy) -> str:
     policy.check_columns([argument.name for argument in facts.arguments] + columns)
     shared = [s for s in facts.sites if s.kind in ("latent", "param") and s.plate is None]
     number = sum(math.prod(s.shape) for s in shared)
-    policy.check_plan(PlanSize(policy.min_silos, num_rows_of(arguments_of(data)), number))
+    rows = SiloTable(data, policy).num_rows
+    policy.check_plan(PlanSize(policy.min_silos, rows, number))
     missing = f"; outcomes are missing in {list(facts.missing)}" if facts.missing else ""
     return f"fits the data: {number} globals and shared parameters{missing}"

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -26,16 +26,7 @@ from numpyro_fed.basics.errors import (
 from numpyro_fed.basics.files import FolderLock, Store, read_record
 from numpyro_fed.basics.programs import is_double, precision
 from numpyro_fed.basics.version import VERSION, libraries
-from numpyro_fed.data.scaling import numbers_of
-from numpyro_fed.data.tables import (
-    OTHER,
-    column_names,
-    is_frame,
-    level_counts,
-    model_arguments,
-)
 from numpyro_fed.fitting.load import METHODS
-from numpyro_fed.methods.columns import COLUMNS, description_reply, moments_reply, names_reply
 from numpyro_fed.methods.method import FederatedMethod, rebuilt
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.network.audit import AuditLog
@@ -46,6 +37,7 @@ from numpyro_fed.network.refusals import refusal_of
 from numpyro_fed.network.requesters import Requesters
 from numpyro_fed.network.silo_runs import SiloRuns
 from numpyro_fed.network.silo_sums import SecureSums, asked_of_all
+from numpyro_fed.network.silo_table import SiloTable
 from numpyro_fed.privacy.budget import PrivacyWarning
 from numpyro_fed.privacy.masks import fingerprint
 from numpyro_fed.rounds.envelopes import Envelope
@@ -54,10 +46,8 @@ from numpyro_fed.rounds.messages import (
     ACCEPT,
     BEGINNINGS,
     DESCRIBE,
-    DESCRIBE_COLUMNS,
     DESCRIBED,
     GO_ON,
-    LEVELS,
     OF_DATA,
     VERSIONS,
     Question,
@@ -136,16 +126,14 @@ class Silo:
             raise ValueError(f"secret={secret!r}: expected a jax.random.key, 'auto' or None.")
         if not (secret is None or isinstance(secret, str)):
             typed_key(secret)
-        self._data, self._names, self._policy = data, dict(names), policy or Policy()
+        self._names, self._policy = dict(names), policy or Policy()
         self._secret, self._row_ids = secret, None if row_ids is None else np.asarray(row_ids)
         self._allow_unhidden = allow_unhidden
         self._state = None if state is None else Path(state)
         self._store = Store(self._state)
-        self._num_rows = self._num_persons = num_rows_of(data)
-        if (person := self._policy.person) is not None:
-            self._num_persons = len(level_counts(data, [person])[person])
+        self._table = SiloTable(data, self._policy)
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
-        self._ledger = Ledger(self._policy, self._store, self._num_rows)
+        self._ledger = Ledger(self._policy, self._store, self._table.num_rows)
         self._use: FolderLock | None = None
         audit = self._policy.audit
         self._audit = None if audit is None else AuditLog(audit, self._store)
@@ -197,7 +185,7 @@ class Silo:
         if self._use is None:
             self._use = FolderLock(self._state)
             # What another process has counted until now.
-            self._ledger = Ledger(self._policy, self._store, self._num_rows)
+            self._ledger = Ledger(self._policy, self._store, self._table.num_rows)
         self._use.check()
 
     def answer(self, message: bytes, *, again: bool = False) -> bytes:
@@ -222,7 +210,7 @@ class Silo:
                     self._requesters.check_envelope(envelope, message, again=again)
                 reply = self._answer(message, entry, envelope)
             except Exception as error:
-                reply = refusal_of(error, self._data)
+                reply = refusal_of(error, self._table.data)
             digests = {"message": sha256(message).hexdigest(), "reply": sha256(reply).hexdigest()}
             head, arrays = read(reply)
             sent = {name: list(a.shape) for name, a in arrays.items()}
@@ -374,11 +362,11 @@ class Silo:
         if question.exchange in OF_DATA:
             self._policy.check_sums(False)
             self._policy.check_noise(0.0, f"'{question.exchange}' would be told")
-            self._policy.check_persons(self._num_persons)
+            self._table.check_persons()
             told = "counts, means and spreads of columns, none of few rows"
             self._requesters.check_study(envelope, question.exchange, told)
             with self._ledger.spending_evaluations(question.exchange, {}):
-                return self._reply_of_data(question.exchange, _json(question.settings))
+                return self._table.reply(question.exchange, _json(question.settings))
         with self._runs_of(question.method) as runs:
             entry["method"] = what_is_asked(_json(self._agreed[question.method].settings))
             return self._reply_of_run(runs, question, message)
@@ -404,18 +392,6 @@ class Silo:
         self._keep(method, agreed)
         return agreed
 
-    def _check_reading(self, names: Sequence[str]) -> None:
-        """Raise an error for arguments that a text may not read, or where persons are too few."""
-        self._policy.check_columns(columns_read(self._data, names))
-        self._policy.check_persons(self._num_persons)
-
-    def _data_for(self, model: Callable[..., Any]) -> Any:
-        """Return the data for a model, without the person's column where it takes none."""
-        takes, person = model_arguments(model), self._policy.person
-        if takes is None or person in takes or not isinstance(self._data, Mapping):
-            return self._data
-        return {name: value for name, value in self._data.items() if name != person}
-
     def _cost(self, facts: Facts) -> str:
         """Return in words what may leave this silo in a method with these facts."""
         k = sum(s.stop - s.start for s in facts.sites if s.kind == "latent" and s.plate is None)
@@ -423,7 +399,7 @@ class Silo:
         return (
             f"gradients of {k} numbers and tables of {k} x {k} at up to {left['places']:,.0f} "
             f"places, log likelihoods at up to {left['draws']:,.0f} draws: each a sum over this "
-            f"silo's {self._num_rows:,} rows"
+            f"silo's {self._table.num_rows:,} rows"
         )
 
     def _reply_of_run(self, runs: SiloRuns, question: Question, message: bytes) -> bytes:
@@ -474,43 +450,6 @@ class Silo:
         plan = str(_json(agreed.plan)["plan"])
         asked = asked_of_all(plan, question, arrays, exchange.scatter, down)
         return self._sums.masked(terms, question, message, reply, exchange, asked)
-
-    def _reply_of_data(self, exchange: str, asked: Mapping[str, Any]) -> bytes:
-        """Return the names of the data's levels, or moments or descriptions of its columns."""
-        columns, arguments = asked.get(COLUMNS), asked.get("arguments")
-        min_count, other = asked.get("min_count", 1), str(asked.get("other", OTHER))
-        named = all(
-            names is None or (isinstance(names, list) and all(isinstance(n, str) for n in names))
-            for names in (columns, arguments)
-        )
-        if not named or type(min_count) is not int or (exchange == LEVELS and columns is None):
-            raise DataError("a question about data names columns. Is it of another version?")
-        # Of a whole DataFrame what is not allowed is left out.
-        frames = column_names(self._data) if exchange == DESCRIBE_COLUMNS else ()
-        self._policy.check_columns([name for name in columns or () if name not in frames])
-        try:
-            if exchange == DESCRIBE_COLUMNS:
-                fewest = max(min_count, self._policy.min_count, self._policy.min_rows)
-                return description_reply(self._data, columns, fewest, self._policy.columns)
-            if columns is not None and exchange == LEVELS:
-                counts = level_counts(self._data, columns)
-                num_rows = min((found.total() for found in counts.values()), default=0)
-                self._policy.check_levels(num_rows, min_count)
-                return names_reply(self._data, columns, min_count, other)
-            numbers = numbers_of("the silo", self._data, arguments)
-            self._policy.check_columns(columns_read(self._data, [*numbers]))
-            for name, rows in numbers.items():
-                self._policy.check_numbers(name, rows)
-            return moments_reply(self._data, arguments)
-        except DataError as error:
-            # Its words may hold a value of the column that the server has named.
-            LOG.warning("'%s' could not be answered: %s", exchange, error)
-            known = "strings, categories, booleans or whole numbers, and none that is missing"
-            what = known if exchange == LEVELS else "numbers"
-            raise DataError(
-                f"a column of {columns or arguments or 'the data'} is not there, or holds "
-                f"something else than {what}. The silo's log has the rest."
-            ) from error
 
     def _build(self, agreed: _Agreement, settings: str) -> None:
         """Build the algorithm from the agreed plan, if the owner's rules allow it."""
@@ -565,8 +504,8 @@ class Silo:
                     raise ModelError(f"'{name}' is not among the methods of this silo's policy.")
                 self._policy.check_sums(secure)
             if not isinstance(built, RowMethod | VerticalMethod):
-                facts = describe(built, self._data_for(built))
-                self._check_reading(names_in(facts))
+                facts = describe(built, self._table.for_model(built))
+                self._table.check_reading(names_in(facts))
                 return _Agreement(settings, double, facts.to_json(), None, asker=asker)
             # The last one of the same settings has the programs that were compiled.
             same = (a.runs for a in reversed(self._agreed.values()) if a.settings == settings)
@@ -574,12 +513,12 @@ class Silo:
             runs = known and known.for_other_runs(store)
             runs = runs or SiloRuns(
                 built,
-                self._data_for(built.model),
+                self._table.for_model(built.model),
                 secret=self._secret,
                 row_ids=self._row_ids,
                 store=store,
             )
-            self._check_reading(names_in(Facts.from_json(runs.facts)))
+            self._table.check_reading(names_in(Facts.from_json(runs.facts)))
             return _Agreement(settings, double, runs.facts, runs, secure_sum=secure, asker=asker)
 
     @contextmanager
@@ -638,23 +577,6 @@ class _Agreement:
     plan: str = ""  # the message with the plan, as it came
     secure_sum: bool = False  # whether replies leave the silo under masks alone
     asker: str = ""  # the fingerprint of who has described it, and may ask by it
-
-
-def num_rows_of(data: object) -> int:
-    """Return the number of rows of a silo's data: the length of its longest array."""
-    values: Any = data.values() if isinstance(data, Mapping) else [data]
-    lengths = [len(v) for v in values if hasattr(v, "__len__") and not isinstance(v, str)]
-    return max(lengths, default=0)
-
-
-def columns_read(data: object, names: Sequence[str]) -> list[str]:
-    """Return the columns that arguments of a text read; ``"x.age"`` of an argument ``x``."""
-    if is_frame(data):
-        own = list(map(str, data.columns))
-        return list(names) if set(names) <= set(own) else own
-    columns = column_names(data)
-    each = ([f"{name}.{c}" for c in columns[name]] if name in columns else [name] for name in names)
-    return [name for names in each for name in names]
 
 
 def names_in(facts: Facts) -> list[str]:

@@ -29,7 +29,7 @@ from numpyro_fed.basics.files import npz, read_npz, write_npz
 from numpyro_fed.basics.programs import TRACING
 from numpyro_fed.basics.trees import fresh
 from numpyro_fed.sigma.training import (
-    Check,
+    PriorCheck,
     Training,
     compare_draws,
     train,
@@ -387,7 +387,7 @@ class SigmaPrior:
 
     def check(
         self, key: Array, at: Sequence[Mapping[str, Any]] | None = None, num_draws: int = 2_000
-    ) -> Check:
+    ) -> PriorCheck:
         """Compare draws with those of the true prior.
 
         Parameters
@@ -399,7 +399,7 @@ class SigmaPrior:
 
         Returns
         -------
-        Check
+        PriorCheck
             Prints as a table.
         """
         positive_int("num_draws", num_draws)

@@ -229,7 +229,7 @@ class CheckRow(NamedTuple):
     p_value: float
 
 
-class Check(NamedTuple):
+class PriorCheck(NamedTuple):
     """The comparison of a learnt prior with the true one, at several hyperparameters.
 
     Attributes
@@ -272,7 +272,7 @@ def compare_draws(
     block_of: np.ndarray,
     at: Sequence[Mapping[str, Any]] | None,
     num_draws: int,
-) -> Check:
+) -> PriorCheck:
     """Return the comparison of a learnt prior, ``sample(key, n, phi)``, with the true one."""
     if at is None:
         drawn = jax.vmap(true_prior.draw_phi)(jax.random.split(key, 1_000))
@@ -323,7 +323,7 @@ def compare_draws(
             )
         )
     rows, draws, true_covs, covs = zip(*compared, strict=True)
-    return Check(rows, draws, true_covs, covs)
+    return PriorCheck(rows, draws, true_covs, covs)
 
 
 def energy_test(key: Array, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
