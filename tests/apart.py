@@ -43,3 +43,19 @@ class Apart(InMemory):
         """Run the method; a vertical one is given the arguments that follow the columns."""
         options = {"progress_bar": False} | options
         return self.method.run(key, num_rounds, self.federation, *arguments, **options)
+
+
+def told_by_bytes(data: Sequence[Any], heard: Any = None, *, policy: Any = None, **options: Any):
+    """Return a federation of silos in this process, without models; ``heard`` gets their replies."""
+
+    def listening(answer: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
+        def wrapped(message: bytes) -> bytes:
+            reply = answer(message)
+            if heard is not None:
+                heard.append(reply)
+            return reply
+
+        return wrapped
+
+    silos = [nf.Silo(d, names={}, policy=policy) for d in data]
+    return nf.Federation(InMemory([listening(silo.answer) for silo in silos]), **options)

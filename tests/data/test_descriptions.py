@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pytest
+from apart import told_by_bytes
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, RefusedError, ReplyError
@@ -53,18 +54,8 @@ def with_column(column, by_silo):
 
 
 def federation_of(silos, heard=None, policy=None, **options):
-    def listening(answer):
-        def wrapped(message):
-            reply = answer(message)
-            if heard is not None:
-                heard.append(reply)
-            return reply
-
-        return wrapped
-
-    every = [nf.Silo(data, names={}, policy=policy) for data in silos.values()]
-    engine = InMemory([listening(silo.answer) for silo in every])
-    return nf.Federation(engine, silo_names=list(silos), **options)
+    options["silo_names"] = list(silos)
+    return told_by_bytes(silos.values(), heard, policy=policy, **options)
 
 
 # --- what a silo tells -----------------------------------------------------------------------

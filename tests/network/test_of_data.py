@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pandas as pd
 import pytest
+from apart import told_by_bytes
 from hypothesis import example, given
 
 import numpyro_fed as nf
@@ -19,29 +20,13 @@ FREE = nf.Policy(min_rows=1, min_count=1)
 CITIES = ("Bern", "Basel", "Chur", "other")
 
 
-def federation_of(data, heard=None, **options):
-    """Silos in this process with bytes between them; ``heard`` gets their replies."""
-
-    def listening(answer):
-        def wrapped(message):
-            reply = answer(message)
-            if heard is not None:
-                heard.append(reply)
-            return reply
-
-        return wrapped
-
-    silos = [nf.Silo(d, names={}, **options) for d in data]
-    return nf.Federation(InMemory([listening(silo.answer) for silo in silos]))
-
-
 @given(
     cities=st.lists(st.lists(st.sampled_from(CITIES), min_size=1, max_size=20), min_size=1),
     min_count=st.integers(1, 4),
 )
 def test_levels_over_a_federation_are_those_of_a_list(cities, min_count):
     data, heard = [dict(city=c, k=list(range(len(c)))) for c in cities], []
-    there = federation_of(data, heard, policy=FREE)
+    there = told_by_bytes(data, heard, policy=FREE)
     for other in ("other", None):
         found = nf.levels(there, ["city", "k"], min_count=min_count, other=other)
         assert found == nf.levels(data, ["city", "k"], min_count=min_count, other=other)
@@ -56,7 +41,7 @@ def test_names_do_not_depend_on_how_often_there_are_any():
     """Counts do not cross: two silos with other counts of the same names send the same bytes."""
     replies = []
     for n in (5, 17):
-        federation = federation_of([dict(city=["Bern"] * n + ["Chur"] * (22 - n))], replies)
+        federation = told_by_bytes([dict(city=["Bern"] * n + ["Chur"] * (22 - n))], replies)
         nf.levels(federation, ["city"])
     assert replies[0] == replies[1]
 
@@ -66,7 +51,7 @@ def test_names_do_not_depend_on_how_often_there_are_any():
 def test_moments_over_a_federation_are_those_of_a_list_to_the_bit(sizes, seed):
     r, heard = np.random.default_rng(seed), []
     data = [dict(x=1e6 + r.normal(size=(n, 2)), y=r.normal(size=n), k=np.arange(n)) for n in sizes]
-    there = federation_of(data, heard, policy=FREE)
+    there = told_by_bytes(data, heard, policy=FREE)
     for arguments in (None, ["y", "k"], ["x"]):
         found, expected = (nf.moments(silos, arguments) for silos in (there, data))
         for kind in ("mean", "sd", "count"):
@@ -112,7 +97,7 @@ def weights(factors, sizes=(40, 25, 60, 30, 45, 33)):
 def test_a_column_in_other_units_at_a_silo_is_named(columns, words):
     """Over a federation as in one process: a silo's mean crosses anyhow."""
     data = [dict(weight=column) for column in columns]
-    for silos in (data, federation_of(data, policy=FREE)):
+    for silos in (data, told_by_bytes(data, policy=FREE)):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             nf.moments(silos)
@@ -135,16 +120,16 @@ def test_a_column_of_a_matrix_in_other_units_has_its_name():
 def test_dataframes_are_asked_of_by_columns():
     r = np.random.default_rng(0)
     data = [pd.DataFrame(dict(city=["a"] * n, age=r.normal(size=n))) for n in (6, 9)]
-    there = federation_of(data)
+    there = told_by_bytes(data)
     found, expected = (nf.moments(silos, ["age"]) for silos in (there, data))
     assert (found.mean, found.sd) == (expected.mean, expected.sd)
     matrices = [dict(x=d[["age"]]) for d in data]
-    assert nf.moments(federation_of(matrices)).columns == {"x": ("age",)}
+    assert nf.moments(told_by_bytes(matrices)).columns == {"x": ("age",)}
     assert nf.levels(there, ["city"]) == nf.levels(data, ["city"])
-    assert nf.levels(federation_of([dict(x=d) for d in data]), ["x.city"])["x.city"] == ("a",)
+    assert nf.levels(told_by_bytes([dict(x=d) for d in data]), ["x.city"])["x.city"] == ("a",)
     wrong = [matrices[0], dict(x=data[1].assign(b=1.0)[["b"]])]
     with pytest.raises(DataError, match="silo 1, 'x'"):
-        nf.moments(federation_of(wrong))
+        nf.moments(told_by_bytes(wrong))
 
 
 # --- what a silo refuses ---------------------------------------------------------------------
@@ -170,7 +155,7 @@ def test_a_policy_is_kept(policy, ask, words):
 
 
 def test_a_server_cannot_ask_for_rare_levels():
-    there = federation_of([CITY])
+    there = told_by_bytes([CITY])
     assert nf.levels(there, ["city"])["city"] == ("Bern", "other")
     with pytest.raises(RefusedError, match="names of levels that 2 rows have"):
         nf.levels(there, ["city"], min_count=2)
@@ -180,13 +165,13 @@ def test_a_server_cannot_ask_for_rare_levels():
 def test_moments_that_would_tell_of_a_few_rows_are_refused(few):
     seen = np.where(np.arange(20) < few, 37.0, np.nan)
     with pytest.raises(RefusedError, match="numbers in fewer rows"):
-        nf.moments(federation_of([dict(x=seen)]))
+        nf.moments(told_by_bytes([dict(x=seen)]))
     for others in (0.0, 1.0):
         x = np.stack([np.arange(20.0), np.where(np.arange(20) < few, 37.0, others)], 1)
         with pytest.raises(RefusedError, match="nearly all rows have the same number"):
-            nf.moments(federation_of([dict(x=x)]))
+            nf.moments(told_by_bytes([dict(x=x)]))
     enough = dict(x=np.where(np.arange(20) < 5, 37.0, 0.0), one=np.ones(20), z=np.arange(20.0))
-    assert set(nf.moments(federation_of([enough])).mean) == {"x", "one", "z"}
+    assert set(nf.moments(told_by_bytes([enough])).mean) == {"x", "one", "z"}
 
 
 def test_a_refusal_tells_no_value():
@@ -195,18 +180,18 @@ def test_a_refusal_tells_no_value():
     for value in (secret, None, [1, 2]):
         data = dict(age=[secret, 2.5, value] * 5)
         with pytest.raises(DataError, match=r"silo 0 refuses 'levels': a column of \['age'\]") as e:
-            nf.levels(federation_of([data]), ["age"])
+            nf.levels(told_by_bytes([data]), ["age"])
         assert "71" not in str(e.value)
     with pytest.raises(DataError, match="silo 0 refuses 'moments'") as e:
-        nf.moments(federation_of([dict(name=["Ann", "Bob"] * 5)]), ["name"])
+        nf.moments(told_by_bytes([dict(name=["Ann", "Bob"] * 5)]), ["name"])
     assert "Ann" not in str(e.value)
     with pytest.raises(DataError, match="not there"):
-        nf.levels(federation_of([CITY]), ["town"])
+        nf.levels(told_by_bytes([CITY]), ["town"])
 
 
 def test_in_order_they_come_before_a_search():
     policy = nf.Policy(exchanges=("levels", "moments"), in_order=True)
-    there = federation_of([CITY], policy=policy)
+    there = told_by_bytes([CITY], policy=policy)
     nf.levels(there, ["city"])
     nf.moments(there)
     with pytest.raises(ModelError, match="'levels' comes before 'moments'"):
@@ -215,7 +200,7 @@ def test_in_order_they_come_before_a_search():
 
 def test_the_audit_log_has_the_questions(tmp_path):
     policy = nf.Policy(audit=str(tmp_path / "audit"))
-    there = federation_of([CITY], policy=policy)
+    there = told_by_bytes([CITY], policy=policy)
     nf.levels(there, ["city"])
     nf.moments(there, ["x"])
     lines = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
@@ -262,7 +247,7 @@ def test_malformed_replies_are_refused():
 
 
 def test_wrong_use_is_refused():
-    there = federation_of([CITY])
+    there = told_by_bytes([CITY])
     with pytest.raises(DataError, match="got the string 'city'"):
         nf.levels(there, "city")
     with pytest.raises(DataError, match="got the string 'x'"):
