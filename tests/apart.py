@@ -46,7 +46,7 @@ class Apart(InMemory):
 
 
 def told_by_bytes(data: Sequence[Any], heard: Any = None, *, policy: Any = None, **options: Any):
-    """Return a federation of silos in this process, without models; ``heard`` gets their replies."""
+    """Return a federation of silos in this process that know no model; ``heard`` gets replies."""
 
     def listening(answer: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
         def wrapped(message: bytes) -> bytes:
