@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -207,35 +207,29 @@ class FitCall:
 
         Silos of a federation that are away are left out, where it says so (``missing``).
         """
-        call, left = self, list(range(len(self.silos)))
+        federation = self.silos
+        if not isinstance(federation, Federation) or federation.missing != "leave_out":
+            return self._run(key, places)
+        call, left, absence = self, list(range(len(federation))), ""
         while True:
             try:
-                return call._run(key, places, self._absence(left))
+                return call._run(key, places, absence)
             except SiloAwayError as error:
-                others = [j for i, j in enumerate(left) if i not in error.silos]
-                federation = self.silos
-                if not isinstance(federation, Federation) or federation.missing != "leave_out":
+                left = [j for i, j in enumerate(left) if i not in error.silos]
+                if 2 * len(left) <= len(federation):
                     raise
-                if 2 * len(others) <= len(federation):
-                    raise
-                left = others
+                away = [j for j in range(len(federation)) if j not in left]
+                who = " and ".join(label(j, federation.silo_names) for j in away)
+                absence = f"Without {who}, of whom there was no answer: the posterior is that of "
+                absence += "the others."
                 warnings.warn(
-                    f"{error} {self._absence(left)} The fit begins again with the others.",
+                    f"{error} {absence} The fit begins again with them.",
                     category=ConvergenceWarning,
                     stacklevel=3,
                 )
                 call = replace(self, silos=federation.of(left))
 
-    def _absence(self, left: Sequence[int]) -> str:
-        """Return in words which silos have no part in the posterior of those that are left."""
-        away = [j for j in range(len(self.silos)) if j not in left]
-        names = getattr(self.silos, "silo_names", ())
-        if not away:
-            return ""
-        who = " and ".join(label(j, names) for j in away)
-        return f"Without {who}, of whom there was no answer: the posterior is that of the others."
-
-    def _run(self, key: Array, places: np.ndarray | None, absence: str) -> Posterior:
+    def _run(self, key: Array, places: np.ndarray | None, absence: str = "") -> Posterior:
         """Return the fit of these silos, with words on those that are away."""
         silent = in_sight("fit", shown=False)  # the bar of the stages is the only one
         names = by_their_names(self.silos)
