@@ -24,10 +24,12 @@ from numpyro_fed.basics.errors import (
 from numpyro_fed.basics.programs import cache_programs
 from numpyro_fed.basics.threads import make_pool_large_enough
 from numpyro_fed.basics.version import VERSION
+from numpyro_fed.bayes_admm.method import BayesADMM
 from numpyro_fed.data.descriptions import SiloDescriptions
 from numpyro_fed.data.scaling import Scaling
 from numpyro_fed.data.tables import Levels, level_names
 from numpyro_fed.dp_newton.method import DPNewton, PrivateResult
+from numpyro_fed.fedlap.method import FedLap
 from numpyro_fed.fitting.fit import find_mode, fit
 from numpyro_fed.fitting.load import Saved, load
 from numpyro_fed.formulas.formula import formula
@@ -89,6 +91,7 @@ __all__ = [
     "VCL",
     "VFL",
     "AlphaEP",
+    "BayesADMM",
     "BlockPrior",
     "CallbackError",
     "Communication",
@@ -101,6 +104,7 @@ __all__ = [
     "DataWarning",
     "Facts",
     "FedGVI",
+    "FedLap",
     "FederatedWarning",
     "Federation",
     "GlobalVI",

@@ -25,7 +25,7 @@ LAYERS = [
     {"rounds"},
     {"search", "testing", "sigma"},
     # The algorithms: what silos and server compute.
-    {"weigh", "sfvi", "pvi", "vertical", "dp_newton"},
+    {"weigh", "sfvi", "pvi", "vertical", "dp_newton", "bayes_admm", "fedlap"},
     {"after"},
     {"posterior", "pvi.result", "vertical.result", "vertical.correction"},
     {"reference"},
@@ -33,7 +33,7 @@ LAYERS = [
 # What users call stands in its method's folder, above all rows.
 METHODS = {
     *("sfvi.method", "pvi.method", "pvi.recipes", "vertical.method", "vertical.vfl"),
-    *("vertical.soul", "dp_newton.method"),
+    *("vertical.soul", "dp_newton.method", "bayes_admm.method", "fedlap.method"),
 }
 FRONT_DOOR = len(LAYERS)
 

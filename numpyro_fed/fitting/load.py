@@ -17,8 +17,10 @@ from numpyro_fed.basics import display
 from numpyro_fed.basics.errors import SavedStateError, positive_int
 from numpyro_fed.basics.files import npz
 from numpyro_fed.basics.programs import in_precision_of_object, precision
+from numpyro_fed.bayes_admm.method import BayesADMM
 from numpyro_fed.data.silo_data import read_all
 from numpyro_fed.dp_newton.method import DPNewton
+from numpyro_fed.fedlap.method import FedLap
 from numpyro_fed.fitting.fit import MAX_EXCHANGES, FitCall
 from numpyro_fed.methods.method import rebuilt
 from numpyro_fed.methods.row_method import RowMethod
@@ -34,7 +36,7 @@ from numpyro_fed.sfvi.method import SFVI, SFVIAvg
 from numpyro_fed.weigh.weights import systematic_resample
 
 METHODS: dict[str, type[RowMethod[Any, Any]]] = {
-    kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg, DPNewton)
+    kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg, DPNewton, BayesADMM, FedLap)
 }
 NO_VERDICT = "Saved by an earlier release, which kept no verdict."
 

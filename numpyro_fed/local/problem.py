@@ -185,15 +185,15 @@ def free_energy(
 
 
 def proper_step(
-    proper: Callable[[Natural], Array], eta: Natural, target: Natural, rate: Array | float
-) -> tuple[Natural, Array]:
+    proper: Callable[[Tree], Array], eta: Tree, target: Tree, rate: Array | float
+) -> tuple[Tree, Array]:
     """Return ``eta + r (target - eta)`` with the first proper ``r`` of ``rate``, ``rate / 2``, ...
 
     The second value is ``r``. It is 0, and ``eta`` unchanged, if a thousandth of ``rate`` is still
     improper.
     """
 
-    def candidate(r: Array) -> Natural:
+    def candidate(r: Array) -> Tree:
         return jax.tree.map(lambda a, b: a + r * (b - a), eta, target)
 
     def attempt(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

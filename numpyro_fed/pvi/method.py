@@ -346,7 +346,14 @@ class PVI(RowMethod[PVIResult, Conjugate]):
         whole = plain and (self.local is None or self.local.batch_size is None)
         return objective_for(self.objective, fm, self.guide, start if whole else None)
 
-    def assemble(self, fm: FederatedModel, plan: Plan, prepared: Conjugate) -> Built:
+    def assemble(
+        self,
+        fm: FederatedModel,
+        plan: Plan,
+        prepared: Conjugate,
+        rounds: Callable[..., PartitionedVI] = PartitionedVI,
+    ) -> Built:
+        """Return the algorithm and the guide; ``rounds`` makes the algorithm of its parts."""
         (chosen, _), settings = prepared, self.settings_for(fm, plan)
         guide = build_guide(self.guide, settings.guide, fm)
         # The factors' family takes the place of the guide's own part for the globals.
@@ -370,7 +377,7 @@ class PVI(RowMethod[PVIResult, Conjugate]):
             to_cavity = partial(self.divergence, chosen.family)
         spec, num_silos = named(self.schedule), plan.num_silos
         schedule = spec.build(num_silos)
-        pvi = PartitionedVI(
+        pvi = rounds(
             model=fm,
             globals=chosen,
             guide=guide,

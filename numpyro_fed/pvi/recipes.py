@@ -5,7 +5,9 @@ Ashman et al. 2022, arXiv 2202.12275, section 4, shows how they are related.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,10 +15,47 @@ import optax
 
 from numpyro_fed import local
 from numpyro_fed.basics.errors import one_of
+from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.local.problem import Local
+from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.numerics.divergences import KL
-from numpyro_fed.pvi.method import PVI, Divergence
+from numpyro_fed.posterior.built import CompiledMethod
+from numpyro_fed.pvi.method import PVI, Conjugate, Divergence, PVISettings
+from numpyro_fed.pvi.result import PVIResult
+from numpyro_fed.rounds.runtime import RunOutcome
 from numpyro_fed.rounds.schedules import Adaptive, Sequential, Spec, named
+from numpyro_fed.rounds.silos import Silos
+from numpyro_fed.text.layout import Layout
+from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.plan import Plan
+
+
+@dataclass(frozen=True)
+class Relative(RowMethod[PVIResult, Conjugate]):
+    """A method that PVI runs, with settings and a name of its own on plans and in files.
+
+    A subclass says by :meth:`pvi` which settings of PVI its own are.
+    """
+
+    @abstractmethod
+    def pvi(self, fm: FederatedModel | None = None, plan: Plan | None = None) -> PVI:
+        """Return PVI with the settings of this method, of a run where model and plan are known."""
+
+    def prepare(self, fm: FederatedModel) -> Conjugate:
+        return self.pvi().prepare(fm)
+
+    def value_checks(
+        self, layout: Layout, prepared: Conjugate, stacks: Sequence[SiloData]
+    ) -> tuple[tuple[str, bool], ...]:
+        return self.pvi().value_checks(layout, prepared, stacks)
+
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> PVISettings:
+        return self.pvi(fm, plan).settings_for(fm, plan)
+
+    def result_of(
+        self, run: RunOutcome, compiled: CompiledMethod, hosted: Silos, *, quiet: bool = False
+    ) -> PVIResult:
+        return self.pvi().result_of(run, compiled, hosted, quiet=quiet)
 
 
 def GlobalVI(

@@ -189,12 +189,10 @@ class PVIResult(Result):
             return moved * (1 - damping_used) / damping_used
         # The server has a factor for the prior, or learns parameters.
         server_learns = pvi.globals.prior_outside is not None or bool(self.shared.theta)
-        in_full = damping_used == 1 and pvi.local.share == 1
+        in_full = damping_used == 1 and pvi.pace == 1
         if pvi.num_silos == 1 and in_full and not server_learns:
             return 0.0
-        # The share of the whole way that a round goes: its damping, times the share that a visit of
-        # few steps goes, times the share of silos that are visited.
-        pace = damping_used * pvi.local.share * pvi.visits / pvi.num_silos
+        pace = damping_used * pvi.pace
         return moved / pace if pace > 0 else np.inf
 
     @property
@@ -217,7 +215,7 @@ class PVIResult(Result):
         if not bool(server.progress.own):
             found.append("the server's own factor, for the prior, had not converged")
         if visited.any() and not np.isfinite(self.remaining):
-            found.append("visits of one step do not tell whether the posterior has come to rest")
+            found.append("such rounds do not tell whether the posterior has come to rest")
         elif visited.any() and self.remaining > MAX_REMAINING:
             found.append(
                 f"the last round still moved the posterior, by {float(server.progress.moved):.2g} "

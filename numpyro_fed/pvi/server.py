@@ -219,9 +219,15 @@ class PartitionedVI(PVIAtSilo):
         used = jnp.where(state.taken > 0, state.taken, 1.0).min()
         # A damped round goes only part of the way to the optimum. How far it went is divided by
         # that part; else a run with a damping of 1/100 would look converged from its first round.
-        pace = used * self.local.share * self.visits / self.num_silos
+        pace = used * self.pace
         accepted = (state.taken > 0).all() & (progress.refused == 0) & progress.own
         return ends & accepted & (progress.moved <= ARRIVED * pace)
+
+    @property
+    def pace(self) -> float:
+        """Return the share of the way to the fixed point that an undamped round goes."""
+        # The share that a visit of few steps goes, times the share of silos that are visited.
+        return self.local.share * self.visits / self.num_silos
 
     def kl_to_prior(self, key: Array, theta: Theta, eta: Natural) -> Array:
         """Return the KL from posterior to prior, estimated where the prior is not in the family."""

@@ -93,7 +93,8 @@ class SiloState(NamedTuple):
     ``centre`` (dim,) is the point of the ``frame`` from which the local guides measure the globals.
     ``factor`` is the part that the server has added; ``pending`` is the last change that was sent,
     of which the silo does not know yet how much was added. ``status`` says how the last visit
-    ended. ``stale`` has the cavity and the posterior from which an asynchronous silo works.
+    ended. ``stale`` has the cavity and the posterior from which an asynchronous silo works, and
+    ``multiplier`` what else a relative of PVI keeps.
     """
 
     params: SiloParams
@@ -104,6 +105,7 @@ class SiloState(NamedTuple):
     status: Array
     stale: tuple[Natural, Natural] | tuple[()]
     frame: Gaussian
+    multiplier: Natural | tuple[()] = ()
 
     def effective_factor(self, taken: Array) -> Natural:
         """Return the factor with the share of its pending change that was added."""
@@ -228,13 +230,7 @@ class PVIAtSilo:
         family, prior = self.family, self.globals.prior(down.theta)
         factor = state.effective_factor(down.taken)
         posterior = self.aggregate(prior, down.total)
-        # What is taken out of the posterior to make the cavity.
-        removed = {
-            "own": factor,
-            "none": jax.tree.map(jnp.zeros_like, factor),
-            "average": jax.tree.map(lambda a: a / self.num_silos, down.total),
-            "prior": down.total,
-        }[self.deletion]
+        removed = self.removed(factor, down.total, state)
         share = jax.tree.map(lambda a: self.prior_share * a, prior)
         own_cavity = self.aggregate(share, jax.tree.map(jnp.subtract, down.total, removed))
         current = cavity, start_from = own_cavity, posterior
@@ -256,9 +252,9 @@ class PVIAtSilo:
             start = {**start, GAUSSIAN: {**start[GAUSSIAN], "log_scale": log_scale}}
         problem = self._problem(down.theta, cavity, start, state, data)
         solution = self.solve(self.local, problem, key_local)
-        proposal = problem.factor(solution.eta)
+        proposal, multiplier = self.proposal(problem.factor(solution.eta), solution.eta, prior)
         change = jax.tree.map(
-            jnp.subtract, proposal, factor if self.deletion == "prior" else removed
+            jnp.subtract, proposal, removed if self.deletion in ("none", "average") else factor
         )
         status = self._status(solution, change)
         usable = status < Status.NON_FINITE
@@ -266,7 +262,11 @@ class PVIAtSilo:
         g_theta = where(usable, g_theta, jax.tree.map(jnp.zeros_like, g_theta))
         statuses = jax.nn.one_hot(status, len(Status), dtype=jnp.int32)
         centre = state.frame.standardise(family.centre(family.ordinary(solution.eta)))
-        params, centre = where(usable, (solution.silo_part, centre), (state.params, state.centre))
+        params, centre, multiplier = where(
+            usable,
+            (solution.silo_part, centre, multiplier),
+            (state.params, state.centre, state.multiplier),
+        )
         stale = current if self.delayed else ()
         draft = state._replace(
             params=params,
@@ -276,8 +276,24 @@ class PVIAtSilo:
             visits=state.visits + 1,
             status=status,
             stale=stale,
+            multiplier=multiplier,
         )
         return Reply(Up(change, log_lik, g_theta, statuses), jnp.array(True)), draft
+
+    def removed(self, factor: Natural, total: Natural, state: SiloState) -> Natural:
+        """Return what is taken out of the posterior to make the cavity."""
+        return {
+            "own": factor,
+            "none": jax.tree.map(jnp.zeros_like, factor),
+            "average": jax.tree.map(lambda a: a / self.num_silos, total),
+            "prior": total,
+        }[self.deletion]
+
+    def proposal(
+        self, found: Natural, eta: Natural, prior: Natural
+    ) -> tuple[Natural, Natural | tuple[()]]:
+        """Return the next factor and multiplier; ``found`` leads from the cavity to ``eta``."""
+        return found, ()
 
     def _status(self, solution: Solution[SiloParams], change: Natural) -> Array:
         """Return how a visit has ended."""

@@ -1,0 +1,1 @@
+"""BayesADMM: the alternating direction method of multipliers for posteriors."""

@@ -1,0 +1,1 @@
+"""FedLap and FedLap-Cov: partitioned inference by Laplace's method at each silo."""
