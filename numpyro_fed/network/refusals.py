@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from pathlib import Path
 
 from numpyro_fed.basics.errors import (
     DataError,
@@ -26,11 +27,14 @@ UNTOLD = (
     (re.compile(r"\bobserved value \S+ of row \d+(, the first of \d+ such values)?"), "outcome"),
     (re.compile(r"\bsilo 0\b"), "this silo"),
 )
-NUMBER = re.compile(r"(?<![\w.-])\d+(,\d{3})*(?!\w|\.\d)")
+# Any other number, but for 0, 1 and 2 (codes of outcomes, and axes) and the place of an axis.
+NUMBER = re.compile(r"(?<![\w.])(?<!dim )-?\d+([.,]\d+)*(e[+-]?\d+)?(?!\w)")
+KNOWN = "0", "1", "2"
+HERE = Path(__file__).parent
 
 
-def refusal_of(error: Exception, data: object) -> bytes:
-    """Return the reply to a message that failed with an error, at a silo with these data."""
+def refusal_of(error: Exception) -> bytes:
+    """Return the reply to a message that failed with an error."""
     if isinstance(error, MissingExtraError):
         return refusal(ModelError(str(error)))
     if isinstance(error, StaleError):
@@ -39,8 +43,10 @@ def refusal_of(error: Exception, data: object) -> bytes:
     while not (cause is None or isinstance(cause, OSError)):
         cause = cause.__cause__
     if cause is None and isinstance(error, ModelError | DataError | GuideError):
-        # Words for this process count its rows, and call it the first of its one silo.
-        if (words := told(str(error), data)) != str(error):
+        # The owner's rules have words for whoever asks. Others are for this process: they count its
+        # rows, and call it the first of its one silo.
+        words = str(error) if is_of_rules(error) else told(str(error))
+        if words != str(error):
             LOG.warning("refused: %s", error)
         return write({}, {"error": type(error).__name__, "words": words})
     # What other errors say may hold data, or a path and in it a user's name: it stays here.
@@ -51,21 +57,14 @@ def refusal_of(error: Exception, data: object) -> bytes:
     return refusal(ModelError(f"{words} has the rest."))
 
 
-def told(words: str, data: object) -> str:
+def is_of_rules(error: Exception) -> bool:
+    """Return whether an error comes from this folder, whose words have nothing of the data."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).parent == HERE
+
+
+def told(words: str) -> str:
     """Return an error's words without values of rows, their numbers, and the lengths of arrays."""
     for pattern, instead in UNTOLD:
         words = pattern.sub(instead, words)
-    lengths = {str(n) for n in lengths_in(data) if n > 2}  # 0, 1 and 2 are axes and outcomes
-    lengths |= {f"{int(n):,}" for n in lengths}
-    return NUMBER.sub(lambda found: "n" if found[0] in lengths else found[0], words)
-
-
-def lengths_in(data: object) -> Iterator[int]:
-    """Yield the lengths of the axes of arrays and tables, which may lie in dicts."""
-    if isinstance(data, Mapping):
-        for value in data.values():
-            yield from lengths_in(value)
-    elif isinstance(data, Sequence) and not isinstance(data, str):
-        yield len(data)
-    else:
-        yield from getattr(data, "shape", ())
+    return NUMBER.sub(lambda found: found[0] if found[0] in KNOWN else "n", words)

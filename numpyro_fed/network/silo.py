@@ -210,7 +210,7 @@ class Silo:
                     self._requesters.check_envelope(envelope, message, again=again)
                 reply = self._answer(message, entry, envelope)
             except Exception as error:
-                reply = refusal_of(error, self._table.data)
+                reply = refusal_of(error)
             digests = {"message": sha256(message).hexdigest(), "reply": sha256(reply).hexdigest()}
             head, arrays = read(reply)
             sent = {name: list(a.shape) for name, a in arrays.items()}
