@@ -3,32 +3,114 @@
 import numpy as np
 import pvi_problems as p
 import pytest
+from apart import Apart
 from cases import slow_but
-from problems import cut
+from laid_open import inside
+from problems import cut, glmm
 
 import numpyro_fed as nf
 
-pytestmark = pytest.mark.usefixtures("double")
-QUIET = p.QUIET
+pytestmark = [
+    pytest.mark.usefixtures("double"),
+    pytest.mark.filterwarnings("ignore::numpyro_fed.ConvergenceWarning"),
+]
+KEY, QUIET = p.KEY, dict(progress_bar=False, runtime="quick")
+EXACT = nf.local.LBFGS(num_particles=32, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("problem", slow_but(p.CONJUGATE, 1))
 def test_one_round_is_exact_on_conjugate_models(problem):
     model, rows, exact = problem()
-    result = nf.BayesADMM(model).run(p.KEY, 1, cut(rows, (5, 4, 3)), **QUIET)
+    result = nf.BayesADMM(model).run(KEY, 1, cut(rows, (5, 4, 3)), **QUIET)
     p.assert_exact(result, exact, rtol=1e-10)
     assert result.settled
 
 
-@pytest.mark.filterwarnings("ignore::numpyro_fed.ConvergenceWarning")
+@pytest.mark.slow
 def test_another_weight_is_exact_in_the_limit_and_slower():
     """After the first round the error goes down by J rho / (1 + J rho) in each."""
     model, rows, exact = p.mean()
-    admm = nf.BayesADMM(model, rho=1.0)
-    etas = [
-        p.eta_of(admm.run(p.KEY, n, cut(rows, (5, 4, 3)), **QUIET))["second"][0, 0]
-        for n in (1, 2, 3, 60)
-    ]
-    np.testing.assert_allclose(-0.5 / etas[-1], exact["m"]["variance"], rtol=1e-6)
-    errors = np.array(etas[:3]) - etas[-1]
-    np.testing.assert_allclose(errors[1:] / errors[:-1], 3 / 4, rtol=1e-4)
+    admm, silos = nf.BayesADMM(model, rho=1.0), cut(rows, (5, 4, 3))
+    etas = [p.eta_of(admm.run(KEY, n, silos, **QUIET))["second"][0, 0] for n in (1, 2, 3)]
+    whole = admm.run(KEY, 80, silos, **QUIET)
+    p.assert_exact(whole, exact, rtol=1e-8)
+    errors = np.array(etas) - p.eta_of(whole)["second"][0, 0]
+    np.testing.assert_allclose(errors[1:] / errors[:-1], 3 / 4, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["full", "diagonal"])
+@pytest.mark.parametrize("sizes", [(24,), (10, 8, 6), (4, 20)])
+def test_it_rests_at_the_optimum_of_the_pooled_bound(sizes, family, monkeypatch):
+    """Whatever the partition: where one silo of PVI is after one visit."""
+    p.fixed_noise(monkeypatch)
+    rows = p.logistic_rows()
+    pooled = nf.PVI(p.logistic, local=EXACT, family=family, start=None).run(KEY, 1, [rows], **QUIET)
+    admm = nf.BayesADMM(p.logistic, local=EXACT, family=family, rho=1.0)
+    result = admm.run(KEY, 60, cut(rows, sizes), **QUIET)
+    p.assert_close(p.eta_of(result), p.eta_of(pooled), rtol=1e-5, atol=1e-5)
+    early = admm.run(KEY, 1, cut(rows, sizes), **QUIET)
+    assert not np.allclose(p.eta_of(early)["first"], p.eta_of(pooled)["first"], rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_one_silo_alone_is_pooled_inference_after_one_round(monkeypatch):
+    p.fixed_noise(monkeypatch)
+    rows = [p.logistic_rows()]
+    pooled = nf.PVI(p.logistic, local=EXACT, start=None).run(KEY, 1, rows, **QUIET)
+    result = nf.BayesADMM(p.logistic, local=EXACT).run(KEY, 1, rows, **QUIET)
+    p.assert_close(p.eta_of(result), p.eta_of(pooled), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_multipliers_are_what_silos_know(tmp_path, monkeypatch):
+    """On a logistic regression, with some silos in a round; and a run that is saved goes on."""
+    p.fixed_noise(monkeypatch)
+    silos = cut(p.logistic_rows(), (8, 8, 8))
+    admm = nf.BayesADMM(p.logistic, rho=1.0, schedule=nf.schedules.Random(2), evidence_draws=4)
+    whole = admm.run(KEY, 40, silos, **QUIET)
+    multipliers = [s.multiplier for s in inside(whole).one_by_one(whole.state.silos)]
+    prior = inside(whole).factors.globals.prior({})["gaussian"]["second"]
+    known = prior + sum(m["gaussian"]["second"] for m in multipliers)
+    np.testing.assert_allclose(known, p.eta_of(whole)["second"], rtol=1e-2)
+    p.assert_sum_rule(whole)
+
+    part = admm.run(KEY, 30, silos, **QUIET)
+    part.save(tmp_path / "part")
+    loaded = nf.load(tmp_path / "part", p.logistic, silos)
+    rest = admm.run(KEY, 10, silos, init_state=loaded.state, **QUIET)
+    p.assert_close(p.eta_of(rest), p.eta_of(whole), rtol=0)
+    assert loaded.plan.chosen["method"] == "BayesADMM"
+    assert loaded.plan.chosen["rho"] == 1.0
+
+
+def test_silos_elsewhere_have_the_same_numbers():
+    model, rows, exact = p.linear_regression()
+    apart = Apart(nf.BayesADMM(model), cut(rows, (5, 4, 3))).run(KEY, 1)
+    p.assert_exact(apart, exact, rtol=1e-10)
+    assert nf.importance_correct(KEY, apart, num_draws=500, progress_bar=False).pareto_k < 0.1
+
+
+@pytest.mark.slow
+def test_latents_of_rows_are_integrated_and_the_run_goes_on_from_the_mode():
+    r = np.random.default_rng(0)
+    rows = dict(x=r.normal(size=(60, 4, 2)), y=r.binomial(1, 0.4, (60, 4)).astype(float))
+    pvi = nf.PVI(p.glmm_inside).run(KEY, 6, cut(rows, (20, 40)), **QUIET)
+    admm = nf.BayesADMM(p.glmm_inside, start="mode").run(KEY, 12, cut(rows, (20, 40)), **QUIET)
+    for site in ("beta", "scale"):
+        one, other = pvi.posterior()[site], admm.posterior()[site]
+        sd = np.sqrt(one.variance)
+        assert (np.abs(one.mean - other.mean) < 0.1 * sd).all()
+        np.testing.assert_allclose(np.sqrt(other.variance), sd, rtol=0.1)
+
+
+def test_what_it_does_not_take_is_refused_by_name():
+    with pytest.raises(ValueError, match="rho must be None or a positive number, got 0"):
+        nf.BayesADMM(p.logistic, rho=0)
+    with pytest.raises(ValueError, match=r"'asynchronous'.*nf\.PVI"):
+        nf.BayesADMM(p.logistic, schedule="asynchronous")
+    with pytest.raises(ValueError, match=r"PowerEP.*divergence of its own"):
+        nf.BayesADMM(p.logistic, local=nf.local.PowerEP())
+    rows = {"x": np.zeros((3, 4, 2)), "y": np.zeros((3, 4))}
+    with pytest.raises(nf.ModelError, match=r"'scale'.*setting of nf\.PVI alone"):
+        nf.BayesADMM(glmm).run(KEY, 1, [rows], **QUIET)
