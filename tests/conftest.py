@@ -34,6 +34,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 ENOUGH = 3 << 29  # bytes of a worker: more than any one file takes
 SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
     "after.questions.Questions.leave_out",
+    "bayes_admm.method.BayesADMM",
+    "fedlap.method.FedLap",
     "fitting.fit.fit",
     "posterior.particles.Tempered",
     "posterior.posterior.Posterior.add",

@@ -43,6 +43,12 @@ def test_after_fit(tmp_path):
     assert row["row_error"] < 0.1
 
 
+def test_admm_rounds(tmp_path):
+    rows = run_quickly("admm_rounds.py", tmp_path)["rows"]
+    assert [row["what"].split(",")[0] for row in rows] == ["PVI", "BayesADMM", "FedLap"]
+    assert rows[0]["mean"] < 0.1
+
+
 def test_scale(tmp_path):
     report = run_quickly("scale.py", tmp_path)
     assert {"seconds_per_iteration", "loss_first", "loss_last", "peak_gib"} <= set(report)
@@ -189,6 +195,6 @@ def test_federation(tmp_path):
 
 def test_secure_sums(tmp_path):
     report = run_quickly("secure_sums.py", tmp_path)
-    # Two words for each number, of which there are ten and more.
+    # Three words for each number, of which there are ten and more.
     assert report["secure"]["reply_bytes"] > report["plain"]["reply_bytes"] + 10 * 12 - 100
     assert report["ratio"] > 0

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import pvi_problems as p
 import pytest
@@ -99,6 +100,21 @@ def test_silos_elsewhere_send_the_same_numbers():
     apart = Apart(nf.FedLap(model, rho=1.0), cut(rows, (5, 4, 3))).run(KEY, 1)
     p.assert_exact(apart, exact, rtol=1e-10)
     assert nf.importance_correct(KEY, apart, num_draws=500, progress_bar=False).pareto_k < 0.1
+
+
+@pytest.mark.slow
+def test_a_prior_outside_of_the_family_is_approximated_by_the_same_method():
+    """Without a start, too: the scale of the noise has a half-Cauchy prior."""
+    r = np.random.default_rng(0)
+    x = r.normal(size=(90, 2))
+    silos = cut(dict(x=x, y=x @ [1.0, -0.5] + 0.7 * r.normal(size=90)), (20, 30, 40))
+    model = models.linear_and_scale(10.0)
+    mode = nf.find_mode(KEY, model, silos, progress_bar=False)
+    result = nf.FedLap(model, rho=1.0).run(KEY, 30, silos, **QUIET)
+    family = inside(result).factors.family
+    mean, sd = family.mean_and_sd(family.ordinary(result.natural_parameters()))
+    np.testing.assert_allclose(mean, mode.z_G, atol=1e-5)
+    np.testing.assert_allclose(sd, np.sqrt(np.diagonal(np.linalg.inv(mode.curvature))), rtol=1e-3)
 
 
 @pytest.mark.slow
