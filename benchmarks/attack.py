@@ -173,7 +173,9 @@ def attacked_sums(own: int, peers: bool = False) -> dict[str, Any]:
     try:
         nf.SFVI(model).run(KEY, 0, server.there, progress_bar=False)
         found, asked, _ = attack(gradients, SCALE)
-    except ModelError:
+    except ModelError as error:
+        if "not among the peers" not in str(error):
+            raise
         found, asked = [], 0
     rows = np.concatenate([silo["x"] for silo in true]).astype(float)
     errors = [np.abs(rows - row).max(1).min() for row in found]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from numpyro_fed.basics.errors import ModelError, one_of
+from numpyro_fed.basics.errors import ModelError, is_number, one_of
 from numpyro_fed.fedlap.algorithm import Laplace
 from numpyro_fed.guides.objectives import Objective
 from numpyro_fed.posterior.built import Built
@@ -110,8 +110,8 @@ class FedLap(Relative):
                 "schedule='asynchronous': dual variables belong to the posterior that their silo "
                 "was sent last. Use 'synchronous' or schedules.Random(size), or nf.PVI."
             )
-        if isinstance(self.rho, str):
-            one_of("rho", self.rho, "auto")
+        if self.rho != "auto" and not (is_number(self.rho) and 0 < self.rho <= 1):
+            raise ValueError(f"rho must be 'auto' or a number in (0, 1], got {self.rho!r}.")
         self.pvi()  # checks the other settings
 
     def pvi(self, fm: FederatedModel | None = None, plan: Plan | None = None) -> PVI:
@@ -139,7 +139,9 @@ class FedLap(Relative):
     def settings_for(self, fm: FederatedModel, plan: Plan) -> PVISettings:
         settings = super().settings_for(fm, plan)
         own = [p.name for p in fm.plates if fm.named("param", p.name)]
-        own += [p.name for p in fm.plates if p.dim and not settings.objective.startswith("Quad")]
+        own += [
+            p.name for p in fm.plates if p.dim and not settings.objective.startswith("Quadrature")
+        ]
         if own:
             raise ModelError(
                 f"silo_plate '{own[0]}' has parameters or latents of its own that a guide would "

@@ -36,6 +36,7 @@ from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.messages import SEARCH
 from numpyro_fed.rounds.progress import StageBar, in_sight
+from numpyro_fed.rounds.secure_sums import LEAST_HIDING
 from numpyro_fed.rounds.silos import on_device
 from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.lbfgs import LBFGSSearch
@@ -49,6 +50,10 @@ from numpyro_fed.text.log_density import FederatedModel
 
 MAX_EXCHANGES = 10_000  # messages of each silo, at most
 PRECISIONS = ("double", "single")
+TELLS_ONE = (
+    "The fit does not begin again without it, since replies are added up: the sum over all silos "
+    "less that over the others would be its reply, and a sum over two is no secret of theirs."
+)
 # One thread at a time: warnings.catch_warnings, by which a fit collects what its stages warn of,
 # acts on all threads of a process.
 _LOCK = threading.RLock()
@@ -210,7 +215,8 @@ class FitCall:
         federation = self.silos
         if not isinstance(federation, Federation) or federation.missing != "leave_out":
             return self._run(key, places)
-        call, left, absence = self, list(range(len(federation))), ""
+        call: Any = self
+        left, absence = list(range(len(federation))), ""
         while True:
             try:
                 return call._run(key, places, absence)
@@ -218,12 +224,15 @@ class FitCall:
                 left = [j for i, j in enumerate(left) if i not in error.silos]
                 if 2 * len(left) <= len(federation):
                     raise
+                if federation.secure_sum and (call.silos.has_summed or len(left) < LEAST_HIDING):
+                    error.add_note(TELLS_ONE)
+                    raise
                 away = [j for j in range(len(federation)) if j not in left]
                 who = " and ".join(label(j, federation.silo_names) for j in away)
-                absence = f"Without {who}, of whom there was no answer: the posterior is that of "
-                absence += "the others."
+                absence = f"Without an answer from {who}: the posterior is that of the others."
                 warnings.warn(
-                    f"{error} {absence} The fit begins again with them.",
+                    f"no answer from {who} within {federation.patience:g} s: the fit begins again "
+                    "without, and its verdict says so.",
                     category=ConvergenceWarning,
                     stacklevel=3,
                 )
@@ -250,7 +259,8 @@ class FitCall:
                 remarks = " ".join(filter(None, (absence, fitted.remarks, versions)))
                 return replace(fitted, call=self, remarks=remarks)
             except SilosError as error:
-                error.result = reached_so_far(steps, error.result)
+                reached = reached_so_far(steps, error.result)
+                error.result = reached and replace(reached, remarks=absence)
                 raise
             except KeyboardInterrupt as error:
                 reached = reached_so_far(steps, getattr(error, "result", None))

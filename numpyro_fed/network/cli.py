@@ -26,12 +26,12 @@ from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import Silo
 from numpyro_fed.network.study_files import data_of, key_of, load_study, names_of
 from numpyro_fed.rounds.envelopes import PrivateKey
-from numpyro_fed.rounds.federation import Engine, Federation
+from numpyro_fed.rounds.federation import MISSING, Engine, Federation
 
 NUMBER = "NUMPYRO_FED_SILO"  # of the silos of a rehearsal, in their environment
 # Seconds until the processes of a rehearsal listen: each imports JAX and reads its data.
 STARTING = 300.0
-EVERY, WIDTH = 5.0, 500  # seconds between two signs of life of a silo, and their letters
+EVERY, WIDTH = 5.0, 500  # seconds between two signs of life of a silo, and the letters of one
 PATIENCE = 600.0  # seconds to wait for a silo, unless told otherwise
 # The file in the analyst's folder that names the sites of NVFLARE, whose order is that of silos.
 SITES = "sites.json"
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True)
 
     one = commands.add_parser("try", help="run a study with silos in processes of this machine")
-    one.set_defaults(command=analyse, engine_of=listening_here, patience=PATIENCE)
+    one.set_defaults(command=analyse, engine_of=listening_here, patience=PATIENCE, missing="wait")
     one.add_argument("study", type=Path, help="the file with the models and main(silos)")
     one.add_argument("--silos", type=int, required=True, help="their number")
     one.add_argument("--data", required=True, help=f"file.py:function; it can read {NUMBER}")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept.add_argument("--state", type=Path, help=words)
     words = "keep nothing: the policy's limits end with the process, as in a rehearsal"
     kept.add_argument("--in-memory", action="store_true", help=words)
-    words = "a file that says every few seconds that the silo lives, and what was asked last"
+    words = "a file that says every few seconds that the silo lives, and how many it has answered"
     silo.add_argument("--health", type=Path, help=words)
     add_rules(silo)
 
@@ -92,6 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--sites", nargs="+", help="of NVFLARE, in the order of the silos")
     run.add_argument("--state", type=Path, help="a folder, to go on with the same command")
     run.add_argument("--secure-sum", action=argparse.BooleanOptionalAction, help=SECURE_SUM)
+    words = "seconds after which a job of NVFLARE begins without sites that have not come"
+    run.add_argument("--wait-for-sites", type=float, help=words)
+    run.add_argument("--missing", choices=MISSING, default="wait", help="what to do without a silo")
     run.add_argument("--patience", type=float, default=PATIENCE, help="seconds to wait for a silo")
 
     kit = commands.add_parser("allow", help="let the NVFLARE of a startup kit run the relay only")
@@ -202,6 +205,7 @@ def analyse(args: argparse.Namespace) -> None:
     if args.state is not None:
         cache_programs(private_folder(args.state / PROGRAMS))
     options = dict(patience=args.patience, state=args.state, secure_sum=args.secure_sum)
+    options |= dict(missing=args.missing)
     with ExitStack() as stack:
         engine = args.engine_of(args, stack)
         options |= dict(key=args.signing, study=hashed)
@@ -225,7 +229,8 @@ def listening_already(args: argparse.Namespace, stack: ExitStack) -> Engine:
         args.sites = json.loads(kept.read_text(encoding="utf-8"))
         words = "the sites are those of %s, with which the study began; --sites names others"
         logging.getLogger("numpyro_fed.run").info(words, kept)
-    engine = stack.enter_context(Flare(args.kit, args.sites, patience=args.patience))
+    waits = dict(patience=args.patience, wait_for_sites=args.wait_for_sites)
+    engine = stack.enter_context(Flare(args.kit, args.sites, **waits))
     if kept is not None:
         private_folder(kept.parent)
         sites = json.dumps(engine.sites).encode()

@@ -182,8 +182,8 @@ def check_policy(
     if policy.limits and state is None:
         words = f"limits what is answered in all its life ({', '.join(policy.limits)})"
         found.append(Check(name, WARNING, f"{words}, which --state counts: name that folder."))
-    if policy.secure_sum and not policy.peers:
-        words = "secure_sum without peers: a server that lies could read every reply"
+    if policy.secure_sum is not False and not policy.peers:
+        words = "sums without peers: a server that lies could read every reply"
         found.append(Check(name, WARNING, f"{words}. Add the fingerprints of other silos' keys."))
     yield from found or [Check(name, OK, f"{len(policy.requesters)} may ask")]
     return policy

@@ -15,7 +15,8 @@ import numpy as np
 from numpyro_fed.basics.errors import ModelError, is_number, one_of
 from numpyro_fed.data.tables import MIN_COUNT
 from numpyro_fed.methods.method import PlanSize
-from numpyro_fed.rounds.secure_sums import HIDES
+from numpyro_fed.privacy.masks import MAX_PARTIES
+from numpyro_fed.rounds.secure_sums import LEAST_HIDING
 
 MAX_EPSILON = 10.0  # of runs with noise, where the owner has set none
 MAX_DELTA = 1e-3  # the same, for any number of rows
@@ -82,8 +83,10 @@ class Policy:
     secure_sum : bool, optional
         Whether the replies of runs leave this silo under masks alone, so that the server learns
         sums over silos. Such a sum, too, is over ``min_silos`` at least. By default that is so in
-        plans of three silos or more, where questions are signed; with False single replies are
-        allowed. With True no question about data is answered, either, that is told silo by silo.
+        plans of three silos or more, and in all if there are two ``peers``, where questions are
+        signed. A server that lies may make a plan of two: against it name ``peers``, ``min_silos``
+        or True. With False single replies are allowed. With True no question about data is
+        answered, either, that is told silo by silo.
     sums_again : int
         How often a reply is sent under other masks, for a sum over fewer silos, where silos have
         dropped out.
@@ -225,7 +228,8 @@ class Policy:
 
     def check_single_replies(self, size: PlanSize) -> None:
         """Raise an error for plain replies to a network, which the owner has not allowed."""
-        if self.secure_sum is None and size.num_silos >= HIDES:
+        hides = LEAST_HIDING <= size.num_silos <= MAX_PARTIES or len(self.peers) > 1
+        if self.secure_sum is None and hides:
             raise ModelError(
                 f"single replies are asked for in a plan of {size.num_silos} silos, where sums "
                 "could hide them: this silo gives them under masks alone, "

@@ -165,7 +165,7 @@ class Silo:
 
     @property
     def health(self) -> dict[str, Any]:
-        """Return when the last message came, what was answered, and what is left of the limits.
+        """Return when the last message came, how many were answered, and what is left of limits.
 
         Times are seconds since 1970; counts are those of this process.
         """
@@ -195,6 +195,7 @@ class Silo:
         stranger gets a refusal in plain words. ``again`` answers the last request once more, as
         where an owner has lost the file with its reply.
         """
+        self._last = time.time()
         with self._lock:
             entry: dict[str, Any] = {}
             envelope, request = None, message
@@ -216,7 +217,6 @@ class Silo:
             sent = {name: list(a.shape) for name, a in arrays.items()}
             told = {"refused": "error" in head, "why": head.get("words", "")}
             self._counts["refused" if told["refused"] else "answered"] += 1
-            self._last = time.time()
             try:
                 if self._audit is not None:
                     self._audit.add(
@@ -343,11 +343,12 @@ class Silo:
         if question.exchange == DESCRIBE:
             agreed = self._described(question.method, question.settings, envelope, entry)
             return write({}, {"facts": agreed.facts, VERSIONS: json.dumps(libraries())})
+        described = question.exchange == ACCEPT and _json(question.settings).get(DESCRIBED)
+        if described:  # first, so that the study is noted, which is refused there, too
+            self._described(question.method, str(described), envelope, entry)
         if question.exchange not in OF_DATA:
             self._requesters.check_approved(envelope)
         if question.exchange == ACCEPT:
-            if (described := _json(question.settings).get(DESCRIBED)) is not None:
-                self._described(question.method, str(described), envelope, entry)
             agreed = self._get(question.method)
             if agreed.plan not in ("", question.settings):
                 raise ModelError("another plan was accepted for this method. Begin again.")

@@ -133,8 +133,9 @@ class Posterior(AveragesOverRows, FunctionsOfDraws):
     @property
     def verdict(self) -> str:
         """Return in words whether to trust the posterior, what error is left, and what was done."""
-        parts = self.verdict_in_words, self.remarks, self.contradiction, self._account()
-        return " ".join(filter(None, parts))
+        words = self.verdict_in_words
+        remarks = "" if self.remarks in words else self.remarks  # of a run, whose report has them
+        return " ".join(filter(None, (words, remarks, self.contradiction, self._account())))
 
     @property
     def known_doubt(self) -> str:

@@ -33,17 +33,22 @@ from numpyro_fed.basics.errors import DataError
 
 # More parties would carry from one field of a word into the next.
 MAX_PARTIES = 255
-FRACTION = 56  # bits after the point
-WHOLE = 48  # bits of the whole number, its sign among them; the two counts have eight each
-LARGEST_SUM = 2.0**46  # the half of what fits, so that most of what is wrong is found
+# A number has three digits, multiples of 2^28, 2^-28 and 2^-84: so raw columns have room, and their
+# squares. Each has 56 bits, so that 255 of them fill a word; the first has 48, its sign among them,
+# beside two counts of eight.
+DIGIT, WHOLE = 56, 48
+UNITS = 28, -28, -84
+LARGEST_SUM = 2.0 ** (
+    46 + UNITS[0]
+)  # the half of what fits, so that most of what is wrong is found
 KEY_BYTES = 32
 PURPOSE = b"numpyro_fed secure sums 1"
 
 
 def encode(values: ArrayLike, parties: int) -> np.ndarray:
-    """Return numbers as words (size, 2), of which those of so many ``parties`` can be added up.
+    """Return numbers as words (size, 3), of which those of so many ``parties`` can be added up.
 
-    A number is rounded to the nearest multiple of 2^-56, by 7e-18 at most. Above ``LARGEST_SUM /
+    A number is rounded to the nearest multiple of 2^-84, by 3e-26 at most. Above ``LARGEST_SUM /
     parties`` it is sent as infinite, like a floating number that overflows.
 
     Examples
@@ -56,46 +61,50 @@ def encode(values: ArrayLike, parties: int) -> np.ndarray:
     most = LARGEST_SUM / parties
     # In this form a NaN is both.
     low, high = ~(numbers >= -most), ~(numbers <= most)
-    numbers = np.where(low | high, 0.0, numbers)
-    # Rounded to the nearest, not down: the difference is then exact, for small negative ones too.
-    whole = np.rint(numbers)
-    part = np.rint(np.ldexp(numbers - whole, FRACTION))
-    words = np.empty((numbers.size, 2), np.int64)
-    words[:, 0] = part
-    words[:, 1] = whole
-    words = words.view(np.uint64)
-    words[:, 1] += low.astype(np.uint64) << np.uint64(WHOLE)
-    words[:, 1] += high.astype(np.uint64) << np.uint64(WHOLE + 8)
+    rest = np.where(low | high, 0.0, numbers)
+    digits = np.empty((numbers.size, len(UNITS)), np.int64)
+    for i, unit in enumerate(UNITS):
+        # Rounded to the nearest, not down: the rest is then exact, for small negative ones too.
+        digit = np.rint(np.ldexp(rest, -unit))
+        digits[:, i], rest = digit, rest - np.ldexp(digit, unit)
+    words = digits.view(np.uint64)
+    words[:, 0] += low.astype(np.uint64) << np.uint64(WHOLE)
+    words[:, 0] += high.astype(np.uint64) << np.uint64(WHOLE + 8)
     return words
 
 
 def decode(words: np.ndarray, parties: int) -> np.ndarray:
-    """Return the numbers (size,) of a sum, modulo 2^64, of so many parties' words (size, 2).
+    """Return the numbers (size,) of a sum, modulo 2^64, of so many parties' words (size, 3).
 
     Words that no such sum has are a DataError: one of the parties has sent something else, or has
     used other masks than the others.
     """
-    left, right = words[:, 0].view(np.int64), words[:, 1]
+    first, rests = words[:, 0], words[:, 1:].view(np.int64)
     bias = np.uint64(1 << (WHOLE - 1))
-    whole = ((right + bias) & np.uint64((1 << WHOLE) - 1)).astype(np.int64) - np.int64(bias)
-    counts = (right - whole.view(np.uint64)) >> np.uint64(WHOLE)
+    whole = ((first + bias) & np.uint64((1 << WHOLE) - 1)).astype(np.int64) - np.int64(bias)
+    counts = (first - whole.view(np.uint64)) >> np.uint64(WHOLE)
     low, high = counts & np.uint64(255), counts >> np.uint64(8)
-    most_left, most_whole = parties << (FRACTION - 1), int(LARGEST_SUM) + parties
-    bad = (low > parties) | (high > parties) | (np.abs(whole) > most_whole)
-    bad |= (left > most_left) | (left < -most_left)
+    most = parties << (DIGIT - 1)
+    bad = (low > parties) | (high > parties) | (np.abs(whole) > (1 << (WHOLE - 2)) + parties)
+    bad |= ((rests > most) | (rests < -most)).any(1)
     if bad.any():
         raise DataError(
             f"{int(bad.sum())} of {bad.size} numbers are out of the range of sums over {parties} "
             "parties"
         )
-    carried = left >> FRACTION
-    rest = left - (carried << FRACTION)
-    up = rest >= 1 << (FRACTION - 1)
-    rest = np.where(up, rest - (1 << FRACTION), rest)
-    total = (whole + carried + up).astype(np.float64) + np.ldexp(rest.astype(np.float64), -FRACTION)
+    # Carried from the last digit to the first, each is again a digit of one number.
+    middle, up = _carried(rests[:, 0] + _carried(rests[:, 1])[1])
+    digits = whole + up, middle, _carried(rests[:, 1])[0]
+    total = sum(np.ldexp(d.astype(np.float64), u) for d, u in zip(digits, UNITS, strict=True))
     total = np.where(low > 0, -np.inf, total)
     total = np.where(high > 0, np.inf, total)
     return np.where((low > 0) & (high > 0), np.nan, total)
+
+
+def _carried(digits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return digits, each within a half of its range around zero, and what is carried."""
+    up = (digits + (1 << (DIGIT - 1))) >> DIGIT
+    return digits - (up << DIGIT), up
 
 
 class Greeting(NamedTuple):

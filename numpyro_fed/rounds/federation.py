@@ -31,7 +31,8 @@ from numpyro_fed.basics.errors import (
 from numpyro_fed.basics.files import FolderLock, Store, log_privately
 from numpyro_fed.basics.programs import is_double
 from numpyro_fed.basics.version import VERSION, libraries
-from numpyro_fed.data.silo_data import checked_names, label
+from numpyro_fed.data.silo_data import checked_names, label, names_or_numbers
+from numpyro_fed.privacy.masks import MAX_PARTIES
 from numpyro_fed.rounds.envelopes import PrivateKey, fingerprint_of, is_sealed
 from numpyro_fed.rounds.messages import (
     ACCEPT,
@@ -45,7 +46,7 @@ from numpyro_fed.rounds.messages import (
     read,
     write,
 )
-from numpyro_fed.rounds.secure_sums import HIDES, KEYS, PEERS, SECURE, Terms
+from numpyro_fed.rounds.secure_sums import KEYS, LEAST_HIDING, PEERS, SECURE, Terms
 
 # Seconds between two tries to reach a silo: the first is short, since most failures are, and a silo
 # that restarts is found within the last.
@@ -96,8 +97,9 @@ class Federation:
         with an error, from which the same script goes on. With ``"reweight"`` rounds of SFVI scale
         the sum over the others up. With ``"leave_out"`` :func:`numpyro_fed.fit` begins again with
         the others, if they are more than half: the posterior is that of their data, and its verdict
-        says so. Rounds of PVI go on in any case, since the factor of a silo that is away stays as
-        it is.
+        says so. Where replies are added up that is until the first sum alone, and for three silos
+        or more: the difference of two sums would be the reply of a silo. Rounds of PVI go on in any
+        case, since the factor of a silo that is away stays as it is.
     state : str or Path, optional
         A folder in which all replies are kept. The same script with the same folder goes on where
         it has ended, in a new process too: it is given the replies so far, and asks silos only for
@@ -118,7 +120,6 @@ class Federation:
         that is so for three silos or more that are not in this process. False asks for single
         replies, which a silo's owner must allow (``Policy(secure_sum=False)``); with True questions
         about data that are told silo by silo, such as :func:`numpyro_fed.levels`, are refused, too.
-
     key : PrivateKey, optional
         The key of who asks (:class:`numpyro_fed.network.PrivateKey`). With it each message is
         signed, and replies are encrypted to it. Silos whose policy has ``requesters`` answer no
@@ -179,9 +180,11 @@ class Federation:
         self._state, self._most_at_once = None if state is None else Path(state), at_once
         self._engine, self.names, self.patience = engine, dict(names or {}), patience
         self.num_silos = engine.num_silos
+        self._numbers: Sequence[int] = range(self.num_silos)  # by which the log knows the silos
         self._nothing_else = secure_sum is True
         if secure_sum is None:
-            secure_sum = self.num_silos >= HIDES and not getattr(engine, "in_process", False)
+            fits = LEAST_HIDING <= self.num_silos <= MAX_PARTIES
+            secure_sum = fits and not getattr(engine, "in_process", False)
         self.secure_sum = secure_sum
         self.silo_names = _names_for(self.num_silos, silo_names)
         self._journal = journal = None if state is None else Journal(Path(state), self.num_silos)
@@ -199,7 +202,7 @@ class Federation:
             self._silo_keys |= journal.silo_keys
         self._num_sums = self._num_parts = self._num_runs = 0
         self._cached = dict[Hashable, Any]()
-        # Methods, by their id, that silos have not heard of: in words that they can build them by.
+        # The descriptions of methods that silos have not heard of, by their id.
         self._untold = dict[str, str]()
         self._at_once = min(self.num_silos, at_once)
         # In words, what silos compute with other versions than this process; empty if they do not.
@@ -213,13 +216,18 @@ class Federation:
 
         Its replies are kept in a folder of their own below ``state``.
         """
-        # Numbered: the same script makes the same ones again, and each keeps its own replies.
-        self._num_parts += 1
-        folder = None if self._state is None else self._state / f"part-{self._num_parts}"
         numbers, send = tuple(silos), self._engine.send
+        # Numbered: the same script makes the same ones again, and each keeps its own replies. By
+        # its silos, too: another time other ones may be away.
+        self._num_parts += 1
+        members = sha256(json.dumps(numbers).encode()).hexdigest()[:8]
+        folder = None if self._state is None else self._state / f"part-{self._num_parts}-{members}"
+        if self._journal is not None:
+            self._journal.add({})  # who was away, from which the part may follow
         engine: Any = SimpleNamespace(
             num_silos=len(numbers), send=lambda silo, *args: send(numbers[silo], *args)
         )
+        names, known = names_or_numbers(self.silo_names, self.num_silos), self._silo_keys
         part = Federation(
             engine,
             names=self.names,
@@ -229,13 +237,20 @@ class Federation:
             log=self._log,
             at_once=self._most_at_once,
             secure_sum=self.secure_sum,
-            silo_names=[self.silo_names[j] for j in numbers] if self.silo_names else (),
+            silo_names=[names[j] for j in numbers],
             key=self._key,
             study=self._study,
             silo_keys=[self._expected_keys[j] for j in numbers] if self._expected_keys else (),
         )
         part._nothing_else = self._nothing_else
+        part._numbers = [self._numbers[j] for j in numbers]
+        part._silo_keys |= {i: known[j] for i, j in enumerate(numbers) if j in known}
         return part
+
+    @property
+    def has_summed(self) -> bool:
+        """Whether a sum was asked for: that over fewer silos would tell the part of the others."""
+        return self._num_sums > 0
 
     def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
         """Return the object of this name, made at its first use."""
@@ -281,7 +296,12 @@ class Federation:
         """Return in words which silos have other versions of libraries than this process."""
         found, own = list[str](), libraries()
         for j, description in enumerate(descriptions):
-            theirs = json.loads(_text(VERSIONS, description, j))
+            try:
+                theirs = json.loads(_text(VERSIONS, description, j))
+            except ValueError:
+                theirs = None
+            if not isinstance(theirs, dict) or not str(theirs).isprintable():
+                raise ReplyError("names no versions of libraries", silo=j, exchange=DESCRIBE)
             unlike = [name for name in own if theirs.get(name) != own[name]]
             if unlike:
                 each = ", ".join(f"{n} {theirs.get(n)!s:.20} (here {own[n]})" for n in unlike)
@@ -304,8 +324,9 @@ class Federation:
     def accept(self, method: str, plan: str) -> None:
         """Send the agreed plan of a method to all silos, each with its number."""
         untold = self._untold.get(method)
-        told = {"plan": plan} if untold is None else {"plan": plan, DESCRIBED: untold}
-        settings = [json.dumps({**told, "number": j}) for j in range(self.num_silos)]
+        told = {} if untold is None else {DESCRIBED: untold}  # first: an owner reads it
+        numbers = range(self.num_silos)
+        settings = [json.dumps({**told, "plan": plan, "number": j}) for j in numbers]
         self._ask_all(ACCEPT, settings, method)
 
     def ask(self, who: Sequence[int], messages: Sequence[bytes], exchange: str) -> list[bytes]:
@@ -403,7 +424,7 @@ class Federation:
                     wait = min(2 * wait, LONGEST_WAIT)
         if self._log is not None:
             line = {
-                "silo": silo,
+                "silo": self._numbers[silo],
                 "exchange": exchange,
                 "seconds": round(time.monotonic() - began, 4),
                 "sent": len(message),

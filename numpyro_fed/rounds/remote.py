@@ -62,7 +62,7 @@ from numpyro_fed.rounds.messages import (
 from numpyro_fed.rounds.plain_loop import PlainLoop, RoundDone
 from numpyro_fed.rounds.runtime import EndedError, RunStatus, Runtime, Single, State
 from numpyro_fed.rounds.schedules import Schedule, init_schedule
-from numpyro_fed.rounds.secure_sums import MIN_SUMMED, SUM, Terms, check_summed, sum_of
+from numpyro_fed.rounds.secure_sums import HOW_SINGLE, MIN_SUMMED, SUM, Terms, check_summed, sum_of
 from numpyro_fed.rounds.silos import Batch, Batches, ServerData, Stacks
 from numpyro_fed.rounds.stacks import StackedExchange
 from numpyro_fed.rounds.step import Answers, compiled_in_parts, replayed_part
@@ -146,9 +146,9 @@ class Channel:
         secure = self.federation.secure_sum
         if secure and not MIN_SUMMED <= len(who) <= MAX_PARTIES:
             raise SumError(
-                f"would be over {len(who)} silos, where sums over {MIN_SUMMED} to "
-                f"{MAX_PARTIES} are formed under secure_sum=True. Take more silos into each step, "
-                "or wait for those that are away.",
+                f"would be over {len(who)} silos, where secure sums are over {MIN_SUMMED} to "
+                f"{MAX_PARTIES}. Take more silos into each step, or wait for those that are away; "
+                f"or ask for single replies. {HOW_SINGLE}",
                 silos=tuple(who),
                 exchange=exchange.name,
             )
@@ -243,9 +243,9 @@ def remote_runtime(
     one_by_one = schedule is not None and (schedule.by_arrival or schedule.size < MIN_SUMMED)
     if federation.secure_sum and one_by_one:
         raise SumError(
-            "would be over one silo at a time, which is its reply: with secure_sum=True the "
-            "schedule must let two or more take part in each step. Nothing was sent. Take "
-            "schedule='synchronous', which all take part in.",
+            "would be over one silo at a time, which is its reply: under secure sums two or more "
+            "must take part in each step. Nothing was sent. Take schedule='synchronous', which all "
+            f"take part in; or ask for single replies. {HOW_SINGLE}",
             silos=(),
             exchange=algorithm.round.name,
         )

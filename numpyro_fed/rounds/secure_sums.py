@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.basics.errors import DataError, ReplyError, SumError
-from numpyro_fed.privacy.masks import decode
+from numpyro_fed.privacy.masks import UNITS, decode
 from numpyro_fed.rounds.exchange import Combine, Exchange, Replies, Reply, combine
 from numpyro_fed.rounds.messages import pack, read
 
@@ -28,7 +28,15 @@ SECURE = "secure_sum"  # the setting that all agree on
 SUM = "sum"  # the text in the head of a question to which a masked reply is wanted
 MASKED = "masked"  # the array of a masked reply
 MIN_SUMMED = 2  # silos of a sum; that of one is its reply
-HIDES = 3  # silos from which on a sum hides each reply from the others as well
+# Silos from which on a sum hides the reply of one from the server and from each of the others.
+LEAST_HIDING = 3
+
+
+HOW_SINGLE = (
+    "Three silos or more elsewhere send sums by default: Federation(..., secure_sum=False), or "
+    "--no-secure-sum, asks for single replies, if all owners allow it (secure_sum = false in the "
+    "policy)."
+)
 
 
 class Terms(NamedTuple):
@@ -53,9 +61,8 @@ def check_summed(exchange: Exchange[Any, Any, Any]) -> None:
     if exchange.combine is not Combine.SUM:
         raise SumError(
             "is not enough for it: it needs the reply of each silo by itself, and under secure "
-            "sums these are not told. Nothing was sent. Leave it out, or ask it over "
-            "Federation(..., secure_sum=False), if the silos' owners allow it (secure_sum = false "
-            "in the policy).",
+            "sums these are not told. Nothing was sent. Leave it out, or ask for them. "
+            f"{HOW_SINGLE}",
             silos=(),
             exchange=exchange.name,
         )
@@ -75,8 +82,8 @@ def sum_of(
     names = sorted(leaves)
     sizes = [int(np.prod(leaves[name].shape)) for name in names]
     size = sum(sizes) + exchange.weighted
-    total, ok = np.zeros((size, 2), np.uint64), []
-    wanted = {MASKED: ((size, 2), np.dtype(np.uint64)), "ok": ((), np.dtype(bool))}
+    total, ok = np.zeros((size, len(UNITS)), np.uint64), []
+    wanted = {MASKED: ((size, len(UNITS)), np.dtype(np.uint64)), "ok": ((), np.dtype(bool))}
     for silo, answer in answers.items():
         wrong = partial(ReplyError, silo=silo, exchange=exchange.name)
         try:

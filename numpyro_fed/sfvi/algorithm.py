@@ -99,7 +99,7 @@ class SFVIAlgorithm(GradientAlgorithm):
         warm_start = WarmStart(self.init_server, self.silo_from_result)
         return self.with_round(round_)._replace(
             warm_start=warm_start,
-            watch_reply=lambda up: jnp.array(True),
+            watch_reply=lambda up: jnp.array(True),  # that of a silo that has answered
             when_away=WhenAway.SCALE,
             watched_away=jnp.array(False),
         )

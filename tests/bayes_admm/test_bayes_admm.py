@@ -64,7 +64,7 @@ def test_one_silo_alone_is_pooled_inference_after_one_round(monkeypatch):
 
 @pytest.mark.slow
 def test_multipliers_are_what_silos_know(tmp_path, monkeypatch):
-    """On a logistic regression, with some silos in a round; and a run that is saved goes on."""
+    """Some silos take part in each round, and a run that is saved goes on."""
     p.fixed_noise(monkeypatch)
     silos = cut(p.logistic_rows(), (8, 8, 8))
     admm = nf.BayesADMM(p.logistic, rho=1.0, schedule=nf.schedules.Random(2), evidence_draws=4)

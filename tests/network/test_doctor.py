@@ -147,6 +147,7 @@ def place(tmp_path, monkeypatch):
         (local / "resources.json").write_text(json.dumps({"class_allow_list": [EXECUTOR, RELAY]}))
         (local / "numpyro_fed.json").write_text(json.dumps({"socket": path}))
         here.rules = f'requesters = ["{key.fingerprint}"]\naudit = "audit.jsonl"\n'
+        here.rules += 'peers = ["a key"]\n'
         (tmp_path / "policy.toml").write_text(here.rules)
         (tmp_path / "state").mkdir(mode=0o700)
         policy = nf.Policy.from_toml("policy.toml")

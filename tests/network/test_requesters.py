@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import jax
 import models
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pandas as pd
 import pytest
 
@@ -292,9 +294,52 @@ def test_three_silos_elsewhere_send_sums_that_nobody_sees():
     assert nf.moments(there, ["y"]).mean["y"] == 5
 
 
+def test_more_silos_than_a_sum_can_hold_send_single_replies():
+    engine = Far([silo().answer] * 256)
+    assert not nf.Federation(engine).secure_sum
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 3e5])
+def test_sums_hold_raw_columns(scale):
+    """Curvatures are sums of squares: from 1e-17 for a concentration to 1e13 for platelets."""
+
+    def line(x, y):
+        slope = numpyro.sample("slope", dist.Normal(0, 10 / scale))
+        with nf.silo_plate("row", len(x)):
+            numpyro.sample("y", dist.Normal(slope * x, 1), obs=y)
+
+    r = np.random.default_rng(0)
+    data = [dict(x=scale * r.normal(size=90), y=r.normal(size=90)) for _ in range(3)]
+    silos = [nf.Silo(d, names={"line": line}) for d in data]
+    there = nf.Federation(Far([one.answer for one in silos]), names={"line": line}, at_once=1)
+    found, here = (nf.fit(KEY, line, s, progress_bar=False) for s in (there, data))
+    assert there.secure_sum
+    np.testing.assert_allclose(found.summary().iloc[:, :2], here.summary().iloc[:, :2], rtol=1e-5)
+
+
+def test_a_method_that_comes_with_its_plan_waits_for_the_owner(tmp_path):
+    here, heard = silo(approve="ask", state=tmp_path), []
+    there = federation([here, silo()], heard)
+    with pytest.raises(ModelError, match="waits for the silo's owner"):
+        nf.fit(KEY, level, there, progress_bar=False)
+    (study,) = studies(here._store)
+    keep_study(here._store, Study(study.requester, study.study, APPROVED, time.time() + 60))
+    assert nf.fit(KEY, level, there, progress_bar=False).trusted
+    keep_study(here._store, Study(study.requester, study.study, REFUSED))
+    other = federation([here, silo()])
+    with pytest.raises(ModelError, match="has refused this study"):
+        other.accept(other.describe({"model": "level"})[0], "{}")
+    (study,) = studies(here._store)
+    assert any(what.startswith("SFVI of level") for what in study.costs)
+
+
 def test_single_replies_of_three_silos_need_their_owners_consent():
     with pytest.raises(ModelError, match="secure_sum = false in the policy"):
         run(three(secure_sum=False))
+    # A server that lies has a plan of two: an owner who has named two others does not believe it.
+    assert run(federation([silo(), silo()])) > 0
+    with pytest.raises(ModelError, match="secure_sum = false in the policy"):
+        run(federation([silo(peers=("one", "another")), silo()]))
     silos = [silo(dict(y=np.arange(9.0) + j), secure_sum=False) for j in range(3)]
     assert run(federation(silos)) > 0
     # Whose silo asks for no signature answers whoever may open its socket.

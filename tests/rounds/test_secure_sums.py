@@ -245,7 +245,7 @@ def test_a_word_that_is_changed_is_found_if_the_sum_is_out_of_range():
 def test_a_reply_of_another_shape_names_the_silo():
     def up(silo, message, reply):
         if silo == 1 and SUM in read(message).head:
-            return write({MASKED: np.zeros((1, 2), np.uint64), "ok": np.array(True)})
+            return write({MASKED: np.zeros((1, 3), np.uint64), "ok": np.array(True)})
         return reply
 
     with pytest.raises(ReplyError, match="silo 1 to the exchange 'sfvi' holds"):
