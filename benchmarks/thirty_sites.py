@@ -1,9 +1,9 @@
-"""Thirty hospitals over NVFLARE: one dies in the middle, one is slow, one has a wrong clock.
+"""Thirty hospitals over NVFLARE: one dies, one is slow, one has a wrong clock.
 
 A server and the sites with certificates (mTLS) on the loopback device, each with processes of its
 own; the silos live in four processes, each with a socket of its own. The model is a logistic
-regression with an effect of each hospital. In the first fit a site dies in the search for the mode,
-and ``nf.fit`` begins again without it (``missing="leave_out"``). Then a second analyst's process is
+regression with an effect of each hospital. In the first fit a site dies once all have described
+their data, and ``nf.fit`` begins again without it (``missing="leave_out"``). Then a second analyst's process is
 played: a new job begins without the dead site, and the fit is made again. The numbers of the first
 fit are compared with those of a list of the others' data in this process.
 
@@ -42,7 +42,7 @@ from numpyro_fed.rounds.federation import Federation
 ROWS, COLUMNS = 200, 4
 PROCESSES = 2  # that the silos without a fault live in
 KEY = jax.random.key(0)
-DIES_BEFORE = "mode", 3  # an exchange, and how many of its name there are by then
+DIES_BEFORE = "accept", 1  # an exchange, and how many of its name there are by then
 
 
 def model(x: Any, hospital: Any, y: Any = None) -> None:

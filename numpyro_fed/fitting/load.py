@@ -225,7 +225,8 @@ def load(
                 methods[key] = _method_of(path, described, model)
             return methods[key].load_part(path, read_silos, described["recipe"]["runtime"], part)
 
-        run, words = run_of(""), saved.get("words", {})
+        words = saved.get("words", {})
+        run = replace(run_of(""), remarks=words.get("remarks", ""))
         corrected: Corrected | None = None
         if "inner_draws" in words:
             kind = Particles if "reached" in words else Corrected

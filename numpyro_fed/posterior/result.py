@@ -436,6 +436,7 @@ class Result(Posterior, FederatedRun):
         kind = type(self).__name__
         if self._checked is None or isinstance(self._checked, str):
             words = {"ended": self.ended, "verdict": self._summary, "trusted": None}
+            words |= {"remarks": self.remarks} if self.remarks else {}
             return SavedWords(kind, words, drawn)
         return replace(self._checked.saved_words(None), kind=kind, draws=drawn, weights=None)
 
