@@ -74,7 +74,7 @@ class BayesADMM(Relative):
     Returns
     -------
     PVIResult
-        By :meth:`run`. Its ``factor(j)`` is the silo's share of the server's posterior.
+        By ``run``. Its ``factor(j)`` is the silo's share of the server's posterior.
 
     Raises
     ------

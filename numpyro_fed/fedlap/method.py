@@ -63,7 +63,7 @@ class FedLap(Relative):
     Returns
     -------
     PVIResult
-        By :meth:`run`. Its ``factor(j)`` are silo ``j``'s dual variables.
+        By ``run``. Its ``factor(j)`` are silo ``j``'s dual variables.
 
     Raises
     ------
@@ -138,10 +138,8 @@ class FedLap(Relative):
 
     def settings_for(self, fm: FederatedModel, plan: Plan) -> PVISettings:
         settings = super().settings_for(fm, plan)
-        own = [p.name for p in fm.plates if fm.named("param", p.name)]
-        own += [
-            p.name for p in fm.plates if p.dim and not settings.objective.startswith("Quadrature")
-        ]
+        by_guide = not settings.objective.startswith("Quadrature")
+        own = [p.name for p in fm.plates if fm.named("param", p.name) or (p.dim and by_guide)]
         if own:
             raise ModelError(
                 f"silo_plate '{own[0]}' has parameters or latents of its own that a guide would "
