@@ -99,6 +99,9 @@ LONGEST_IN_PRIOR = 1.0
 # A step so long, in sds of the posterior with its noise (the root of their mean square over
 # coordinates), may be noise alone.
 NEAR = 2.0
+# Noise alone moves one of a hundred coordinates by four sds in one of two hundred steps, which is
+# then as near as NEAR. The mean square over a hundred would hide one that is ten sds away.
+ONE_OF_MANY = 2.0
 # Phases after which a search ends although noise hides as many directions as before: for ten more
 # it would drift. With fewer it ended before a frame had shown the slope of a calendar year.
 PATIENCE = 3
@@ -138,7 +141,8 @@ class NewtonServer(NamedTuple):
     """The state of the server between two phases.
 
     ``moved`` is how long the last step wanted to be, in sds of the posterior without its excess,
-    divided by the root of ``d``; -1 where nothing finite came of it.
+    divided by the root of ``d``, or how far it moved one coordinate, divided by
+    :data:`ONE_OF_MANY`, if that is more; -1 where nothing finite came of it.
     """
 
     phase: Numbers | float  # the next one; -1 before the first units of the frame are known
@@ -384,12 +388,15 @@ class PrivateNewton:
         precision = root_with_prior(V, known * curved, P)
         # The step, damped where curvature is not known.
         step = times_inverse(root_with_prior(V, damped, P), b + slope)
+        root = solve_triangular(precision, L.T, lower=True, check_finite=False).T
+        alone = np.abs(L @ step) / np.linalg.norm(root, axis=1)
+        moved = np.linalg.norm(precision.T @ step) / math.sqrt(len(z))
         posterior = server._replace(
             L=L @ (V * np.sqrt(self.num_units / damped)) @ V.T,
             loc=z + L @ times_inverse(precision, V @ (known * (V.T @ b)) + slope),
-            root=solve_triangular(precision, L.T, lower=True, check_finite=False).T,
+            root=root,
             undetermined=int((e <= edge).sum()),
-            moved=float(np.linalg.norm(precision.T @ step)) / math.sqrt(len(z)),
+            moved=float(max(moved, alone.max() / ONE_OF_MANY)),
         )
         return posterior, self._cut(step, L)
 

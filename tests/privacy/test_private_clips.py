@@ -1,8 +1,12 @@
-"""Where the units of a private sum are clipped."""
+"""Where the units of a private sum are clipped, and whether a search has ended."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from numpyro_fed.dp_newton.algorithm import NewtonServer, PrivateNewton
 from numpyro_fed.dp_newton.units import best_clip
 
 
@@ -39,3 +43,23 @@ def test_without_a_length_that_noise_does_not_hide_there_is_no_clip():
 def test_the_best_clip_is_in_proportion_to_the_lengths():
     near, far = counts_of({-3: 900, -2: 80}), counts_of({57: 900, 58: 80})
     assert best_clip(far, 2.0, 5.0, 2) == 2.0**60 * best_clip(near, 2.0, 5.0, 2)
+
+
+class WithoutPrior(PrivateNewton):
+    def _prior(self, z):
+        return np.zeros(len(z)), np.zeros((len(z), len(z)))
+
+
+def test_one_long_direction_of_many_is_seen():
+    """A step of ten sds in one of a hundred has the mean square of noise, and is no noise."""
+    d, curvature = 100, 400.0
+    units: Any = SimpleNamespace(model=SimpleNamespace(dim=d))
+    newton = WithoutPrior(units, None, num_units=1_000)
+    server = NewtonServer(*[None] * 2, np.eye(d), *[None] * 9)
+    for sds, moved in ((0.1, 0.05), (10.0, 5.0)):
+        g = np.zeros(d)
+        g[7] = sds * curvature**0.5
+        found, _ = newton._estimate(
+            g, curvature * np.eye(d), 1.0, 1e-9, np.zeros(d), np.zeros(d), server
+        )
+        np.testing.assert_allclose(found.moved, moved, rtol=1e-4)
