@@ -53,8 +53,8 @@ class BayesADMM(Relative):
         family: Gaussian in unconstrained space, Gamma, Beta or Dirichlet.
     rho : float, optional
         The weight of the divergence from the server's posterior; by default one over the number of
-        silos. Where silos are unlike, such rounds may go to and fro, and a larger one comes to
-        rest, in more rounds.
+        silos. A larger one is slower, and damps rounds that go to and fro: with a small one a silo
+        that knows more than the average has a problem without a maximum.
     family : {"auto", "full", "diagonal"} or dict
         Covariance of the Gaussian, as for :class:`PVI`.
     schedule : str or one of numpyro_fed.schedules
