@@ -291,7 +291,7 @@ def lines(report: dict[str, Any]) -> list[dict[str, Any]]:
         table_row("NVFLARE's processes start, and a job over all sites runs", f"{ends[0]:.0f} s"),
         table_row("another job begins without the dead site", f"{ends[1]:.0f} s"),
     ]
-    for name, one in (("a site dies in the search", first), ("without it from the start", second)):
+    for name, one in (("a site dies once all have described their data", first), ("without it from the start", second)):
         lost = [note["seconds"] for note in one["each"] if "without" in note]
         words = f"{one['seconds']:.0f} s, {sum(lost):.0f} s of it waiting for the dead site; "
         words += f"{one['exchanges']} exchanges; {'' if one['trusted'] else '**not** '}trusted"
