@@ -3,9 +3,9 @@
 A server and the sites with certificates (mTLS) on the loopback device, each with processes of its
 own; the silos live in four processes, each with a socket of its own. The model is a logistic
 regression with an effect of each hospital. In the first fit a site dies once all have described
-their data, and ``nf.fit`` begins again without it (``missing="leave_out"``). Then a second analyst's process is
-played: a new job begins without the dead site, and the fit is made again. The numbers of the first
-fit are compared with those of a list of the others' data in this process.
+their data, and ``nf.fit`` begins again without it (``missing="leave_out"``). Then a second
+analyst's process is played: a new job begins without the dead site, and the fit is made again. The
+numbers of the first fit are compared with those of a list of the others' data in this process.
 
     python benchmarks/thirty_sites.py [--json report.json]
 """
@@ -291,7 +291,8 @@ def lines(report: dict[str, Any]) -> list[dict[str, Any]]:
         table_row("NVFLARE's processes start, and a job over all sites runs", f"{ends[0]:.0f} s"),
         table_row("another job begins without the dead site", f"{ends[1]:.0f} s"),
     ]
-    for name, one in (("a site dies once all have described their data", first), ("without it from the start", second)):
+    dies = "a site dies once all have described their data"
+    for name, one in ((dies, first), ("without it from the start", second)):
         lost = [note["seconds"] for note in one["each"] if "without" in note]
         words = f"{one['seconds']:.0f} s, {sum(lost):.0f} s of it waiting for the dead site; "
         words += f"{one['exchanges']} exchanges; {'' if one['trusted'] else '**not** '}trusted"
