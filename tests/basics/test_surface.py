@@ -13,7 +13,7 @@ from made_up import corrected_of, nuts_of
 import numpyro_fed as nf
 from numpyro_fed.basics.display import html_table, html_words
 from numpyro_fed.posterior.posterior import Stage
-from numpyro_fed.sigma.training import Check, CheckRow
+from numpyro_fed.sigma.training import CheckRow, PriorCheck
 from numpyro_fed.text.site_table import Site
 from numpyro_fed.weigh.element_errors import Moments, Rounding
 
@@ -103,7 +103,7 @@ def results():
         "cost": cost,
         "communication": cost.communication,
         "crossings": cost.communication.messages,
-        "check": Check((row, row), (), (), ()),
+        "check": PriorCheck((row, row), (), (), ()),
         "nuts": nuts,
         "corrected": corrected,
         "fitted": replace(corrected, stages=(Stage("mode", "found", None),), _sent=3),
