@@ -63,6 +63,7 @@ class Pipes:
     """An engine to silos in processes of their own: to those with rows or to those with columns."""
 
     num_silos = 3
+    in_process = True  # single replies, whose digits are those of one process
 
     def __init__(self, pipes, kind):
         self.pipes, self.kind, self.sent = pipes, kind, []

@@ -156,6 +156,8 @@ def test_columns_of_a_federation_are_those_of_a_list(double):
 class Storm:
     """An engine that loses, doubles, delays and cuts messages, and restarts silos, by a seed."""
 
+    in_process = True  # single replies, whose digits are those of a list
+
     def __init__(self, seed, make_silos):
         self.random, self.make = np.random.default_rng(seed), make_silos
         self.silos, self.seen = make_silos(), []
