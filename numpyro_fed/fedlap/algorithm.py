@@ -46,7 +46,7 @@ LEAST_EIGENVALUE = 1e-6  # of the largest: directions that neither silo nor cavi
 
 
 @dataclass(frozen=True)
-class Laplace(Local):
+class LaplaceAtSilo(Local):
     """The mode of the silo's likelihood times the cavity, and with ``curvature`` its Hessian.
 
     Without it the precision stays that of the posterior from which the silo starts.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from numpyro_fed.basics.errors import ModelError, is_number, one_of
-from numpyro_fed.fedlap.algorithm import Laplace
+from numpyro_fed.fedlap.algorithm import LaplaceAtSilo
 from numpyro_fed.guides.objectives import Objective
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.result import Result
@@ -120,7 +120,7 @@ class FedLap(Relative):
             schedule=self.schedule,
             damping="auto" if isinstance(self.rho, str) else Adaptive(self.rho),
             family="auto" if self.covariance == "fixed" else self.covariance,
-            local=Laplace(curvature=self.covariance != "fixed"),
+            local=LaplaceAtSilo(curvature=self.covariance != "fixed"),
             objective=self.objective,
             start=self.start,
             start_scale=None,
@@ -151,7 +151,7 @@ class FedLap(Relative):
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: Conjugate) -> Built:
         def rounds(**parts: Any) -> PartitionedVI:
             # The prior's part outside of the family, too, by Laplace's method.
-            return PartitionedVI(**{**parts, "prior_local": Laplace()})
+            return PartitionedVI(**{**parts, "prior_local": LaplaceAtSilo()})
 
         self.settings_for(fm, plan)
         return self.pvi(fm, plan).assemble(fm, plan, prepared, rounds)
