@@ -194,7 +194,7 @@ def check_terms(expected: Sequence[Term], own: Sequence[Term], who: str, *, by_v
                 wrong.append(
                     f"reads another array of constants in '{site}'"
                     if len(one) > 1
-                    else f"has another constant in '{site}' where the server's has {one[0]:.6g}"
+                    else f"has another constant in '{site}' than the server's"
                 )
     if len(expected) != len(own):
         wrong.append("has other sites")

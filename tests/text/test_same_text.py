@@ -62,16 +62,16 @@ def ours():
     return {by_value: terms(study, by_value) for by_value in (False, True)}
 
 
-CONSTANT = r"silo 2 does not fit.* another constant in '{}' where the server's has {}\..*pass it as"
+CONSTANT = r"silo 2 does not fit.* another constant in '{}' than the server's\..*pass it as"
 
 
 @pytest.mark.parametrize(
     ("outside", "words"),
     [
-        (dict(NOISE=2.5), CONSTANT.format("y", 3)),
-        (dict(NOISE=3.001), CONSTANT.format("y", 3)),
-        (dict(WIDE=False), CONSTANT.format("mu", 10)),
-        (dict(SCALES={"walk": 1.6}), CONSTANT.format("walk", 1.5)),
+        (dict(NOISE=2.5), CONSTANT.format("y")),
+        (dict(NOISE=3.001), CONSTANT.format("y")),
+        (dict(WIDE=False), CONSTANT.format("mu")),
+        (dict(SCALES={"walk": 1.6}), CONSTANT.format("walk")),
         (dict(WEIGHTS=np.array([0.5, 1.01, 2.0])), "reads another array of constants in 'y'"),
         (dict(NAMES=("b", "a")), "computes 'y' in another way"),
         (dict(FACTOR=3), "computes 'y' in another way"),
@@ -155,7 +155,7 @@ def run(there, model=small):
 def test_a_silo_of_a_federation_with_another_constant_is_refused():
     method = nf.PVI(small, start=None)
     method._fit_over_federation(federation(small, elsewhere(small)))
-    words = r"silo 1 refuses .* another constant in 'y' where the server's has 3\."
+    words = r"silo 1 refuses .* another constant in 'y' than the server's\."
     with pytest.raises(nf.RefusedError, match=words):
         method._fit_over_federation(federation(small, elsewhere(small, NOISE=2.0)))
 
@@ -197,7 +197,7 @@ def test_a_client_with_another_constant_is_refused():
         nf.VFL(columns, start=None).run(KEY, 0, federation, np.zeros(5), progress_bar=False)
 
     accept(elsewhere(predictor))
-    words = r"client 0 .* another constant in '_predictor' where the server's has 2\."
+    words = r"client 0 .* another constant in '_predictor' than the server's\."
     with pytest.raises(nf.ModelError, match=words):
         accept(elsewhere(predictor, FACTOR=3))
 
