@@ -53,7 +53,7 @@ class WithoutPrior(PrivateNewton):
 def test_one_long_direction_of_many_is_seen():
     """A step of ten sds in one of a hundred has the mean square of noise, and is no noise."""
     d, curvature = 100, 400.0
-    units: Any = SimpleNamespace(model=SimpleNamespace(dim=d))
+    units: Any = SimpleNamespace(model=SimpleNamespace(dim=d, draw_prior=lambda key, n: None))
     newton = WithoutPrior(units, None, num_units=1_000)
     server = NewtonServer(*[None] * 2, np.eye(d), *[None] * 9)
     for sds, moved in ((0.1, 0.05), (10.0, 5.0)):
