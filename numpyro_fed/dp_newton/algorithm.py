@@ -21,8 +21,8 @@ where :math:`A_i` is the negative Hessian of the unit's log likelihood, or for m
 3. The next frame is whitened by the curvature. So directions that the first units hide, as an
    intercept beside a covariate far from zero, come out of the noise; and the noise, which is the
    same for all directions of the frame, is small for all of them.
-4. The search begins at the medians of the prior, which cost nothing: a residual's sd of 12 is far
-   from 1, and near to what the prior says of it.
+4. The search begins at the medians of the prior, where it says something of the place, which costs
+   nothing: a residual's sd of 12 is far from 1, and near to what the prior says of it.
 5. The first phases search for the mode until no step of a phase is longer than its own noise, and
    no direction is hidden by noise, or none has come out of it for some phases. The rest of the
    search is then left out, and its budget not spent. The posterior is that of the last phase; it is
@@ -98,8 +98,6 @@ LONGEST = 10.0
 # And in sds of the prior at the start: noise may hide that a density flattens out, as that of the
 # scale of effects does far out.
 LONGEST_IN_PRIOR = 1.0
-# The median of n draws is off by .93 / sqrt(n) ranges of the middle half: this is four times that.
-TELLS_MEDIAN = 3.7
 # A step so long, in sds of the posterior with its noise (the root of their mean square over
 # coordinates), may be noise alone.
 NEAR = 2.0
@@ -300,8 +298,8 @@ class PrivateNewton:
             L = np.diag(np.minimum(1 / np.maximum(sizes, 1e-30), self._prior_sd))
             if not np.isfinite(L).all():
                 raise ModelError(
-                    "the curvature of the prior is not finite close to zero in unconstrained "
-                    "space. Look at the scales of the priors there."
+                    "the curvature of the prior is not finite where the search begins: at its "
+                    "medians, or close to zero, in unconstrained space. Look at its scales there."
                 )
             server = server._replace(phase=0, L=L)
         k = int(server.phase)
@@ -433,14 +431,17 @@ class PrivateNewton:
 
     @cached_property
     def _start(self) -> np.ndarray:
-        """Return the medians (d,) of the prior; close to zero where they cannot be told from it."""
+        """Return the medians (d,) of the prior; close to zero where it says little of the place.
+
+        It does where the middle half of the prior is wider than zero is far from the median, as
+        for the log of a vague Gamma, whose median is -60.
+        """
         draws, aside = prior_draws(self.units.model), np.full(self.units.model.dim, ASIDE)
         if draws is None:
             return aside
-        low, median, high = np.quantile(draws.astype(float), (0.25, 0.5, 0.75), axis=0)
-        return np.where(
-            np.abs(median) > TELLS_MEDIAN * (high - low) / len(draws) ** 0.5, median, aside
-        )
+        with np.errstate(invalid="ignore"):  # of infinite draws
+            low, median, high = np.quantile(draws.astype(float), (0.25, 0.5, 0.75), axis=0)
+            return np.where(np.abs(median) > high - low, median, aside)
 
 
 def root_with_prior(V: np.ndarray, curved: np.ndarray, P: np.ndarray) -> np.ndarray:

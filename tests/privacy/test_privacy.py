@@ -517,12 +517,13 @@ def test_a_step_to_nowhere_is_counted_and_the_run_goes_on(bar, monkeypatch):
 
 
 def test_a_search_begins_at_the_medians_of_the_prior():
-    """Where draws tell them from zero; what has no prior to draw from begins at zero."""
+    """Where the prior says something of the place, as it does not of a vague precision."""
 
     def scales(y):
         tau = numpyro.sample("tau", dist.HalfCauchy(20))
         mu = numpyro.sample("mu", dist.Normal(50, 3))
         slope = numpyro.sample("slope", dist.Normal(0, 1000))
+        numpyro.sample("precision", dist.Gamma(0.01, 0.01))
         u = numpyro.sample("u", dist.Normal(0, tau).expand([2]).to_event(1))
         with nf.silo_plate("row", len(y)):
             numpyro.sample("y", dist.Normal(mu + slope + u.sum(), tau), obs=y)
@@ -532,6 +533,7 @@ def test_a_search_begins_at_the_medians_of_the_prior():
     assert start["tau"] == pytest.approx(20, rel=0.25)  # of 512 draws
     assert start["mu"] == pytest.approx(50, abs=0.7)
     np.testing.assert_allclose(np.r_[start["slope"], start["u"]], 0, atol=1e-6)
+    assert start["precision"] == pytest.approx(1)
 
 
 def test_a_step_that_overflows_is_not_taken():
