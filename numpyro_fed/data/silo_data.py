@@ -419,7 +419,7 @@ def _read_array(owner: str, name: str, value: object) -> np.ndarray:
     if array.dtype.kind not in "fiub":
         raise DataError(
             f"{owner}, '{name}': expected an array of numbers, got {type(value).__name__} "
-            f"with dtype {array.dtype}. Convert it to a numeric array first."
+            f"with dtype {array.dtype.type.__name__}. Convert it to a numeric array first."
         )
     original, array = array, array.astype(canonicalize_dtype(array.dtype), copy=False)
     if array.dtype.kind == "f":

@@ -192,7 +192,9 @@ def column_array(owner: str, name: str, series: Any) -> np.ndarray:
             "and None), or, if it has names, agree on levels: "
             f"numpyro_fed.levels(silos, ['{name}'])."
         )
-    raise DataError(f"{owner}, '{name}': expected a column of numbers, got dtype {dtype}. {way}")
+    # The name alone: an Enum prints its categories, which are values of rows.
+    kind = type(dtype).__name__
+    raise DataError(f"{owner}, '{name}': expected a column of numbers, got dtype {kind}. {way}")
 
 
 def _converted(owner: str, name: str, value: object) -> Any:

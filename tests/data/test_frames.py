@@ -166,6 +166,14 @@ def test_categories_are_never_read_as_their_codes(lib):
     assert "numpyro_fed.levels(silos, ['x.sex'])" in words
 
 
+@LIBRARIES
+def test_a_refusal_of_categories_names_none_of_them(lib):
+    enum = pl.Enum(["rare", "no"]) if lib is pl else pd.CategoricalDtype(["rare", "no"], True)
+    words = refusal(read, [dict(x=lib.DataFrame({"d": lib.Series(["no", "rare"], dtype=enum)}))])
+    assert "got dtype Enum. Agree" in words
+    assert "rare" not in words
+
+
 def test_dates_in_an_array_are_refused():
     words = refusal(read, [dict(d=np.array(["2020-01-01"], "datetime64[D]"))])
     assert "silo 0, 'd'" in words
