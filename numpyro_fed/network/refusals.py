@@ -27,8 +27,8 @@ UNTOLD = (
     (re.compile(r"\bobserved value \S+ of row \d+(, the first of \d+ such values)?"), "outcome"),
     (re.compile(r"\bsilo 0\b"), "this silo"),
 )
-# Any other number, with the letters that touch it (12kg), but for 0, 1 and 2 (codes of outcomes, and
-# axes) and the place of an axis. Names (x12) begin with a letter, and stay.
+# Any other number, with the letters that touch it (12kg), but for 0, 1 and 2 (codes of outcomes,
+# and axes) and the place of an axis. Names (x12) begin with a letter, and stay.
 NUMBER = re.compile(
     r"(?<!\w)(?<!\w\.)(?<!dim )(?<!dim -)-?\.?\d\w*([.,]\d\w*)*((?<=[eE])[+-]\d\w*)?"
 )

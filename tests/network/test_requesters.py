@@ -402,7 +402,10 @@ def test_a_refusal_counts_no_rows_and_calls_the_silo_by_its_place():
         ("at silo 0, which holds {'y': (137,)}", "at this silo, which holds {'y': (...)}"),
         ("'x': 3 of 1,200 values are missing", "'x': some of the values are missing"),
         ("'row' of 137 at dim -1, of 1,200, -13 or 137.5", "'row' of n at dim -1, of n, n or n"),
-        ("12kg, 3e5x, 1_234, -.5 and 1e+20 of x12 at dim -12", "n, n, n, n and n of x12 at dim -12"),
+        (
+            "12kg, 3e5x, 1_234, -.5 and 1e+20 of x12 at dim -12",
+            "n, n, n, n and n of x12 at dim -12",
+        ),
         ("outcomes 1 and 2 become 0 and 1 by y - 1", "outcomes 1 and 2 become 0 and 1 by y - 1"),
     ],
 )
