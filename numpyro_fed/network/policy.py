@@ -82,9 +82,10 @@ class Policy:
         Draws of the globals at which it sends its log likelihood, or latents, in all its life.
     secure_sum : bool, optional
         Whether the replies of runs leave this silo under masks alone, so that the server learns
-        sums over silos. Such a sum, too, is over ``min_silos`` at least. By default that is so in
-        plans of three silos or more, and in all if there are two ``peers``, where questions are
-        signed. A server that lies may make a plan of two: against it name ``peers``, ``min_silos``
+        sums over silos. Such a sum is over ``min_silos`` at least, and over three where there are
+        three or more. By default that is so in plans of three silos or more, and in all if there
+        are two ``peers``, where questions are signed. A sum holds 255 silos: larger plans need
+        False. A server that lies may make a plan of two: against it name ``peers``, ``min_silos``
         or True. With False single replies are allowed. With True no question about data is
         answered, either, that is told silo by silo.
     sums_again : int
@@ -93,6 +94,8 @@ class Policy:
     peers : tuple of str
         The fingerprints of the other silos' keys (:attr:`numpyro_fed.Silo.fingerprint`). Without
         them a server that lies could put keys of its own in the place of theirs, and read replies.
+        Beside them set ``min_silos`` to the number of all silos: else a server that lies could ask
+        the same question over several groups, and tell replies apart.
     max_epsilon : float, optional
         The budget of differential privacy that all runs may spend together, in all its life. Where
         it is set, what is told without noise is refused: fits without ``privacy=``, ``levels`` and
@@ -228,13 +231,14 @@ class Policy:
 
     def check_single_replies(self, size: PlanSize) -> None:
         """Raise an error for plain replies to a network, which the owner has not allowed."""
-        hides = LEAST_HIDING <= size.num_silos <= MAX_PARTIES or len(self.peers) > 1
+        # Beyond as many as a sum can hold, too: a plan is what a server says.
+        hides = size.num_silos >= LEAST_HIDING or len(self.peers) > 1
         if self.secure_sum is None and hides:
             raise ModelError(
                 f"single replies are asked for in a plan of {size.num_silos} silos, where sums "
                 "could hide them: this silo gives them under masks alone, "
-                "Federation(..., secure_sum=True). Its owner may allow it otherwise: secure_sum = "
-                "false in the policy."
+                f"Federation(..., secure_sum=True), of up to {MAX_PARTIES} silos. Its owner may "
+                "allow it otherwise: secure_sum = false in the policy."
             )
 
     def check_plan(self, size: PlanSize) -> None:

@@ -437,7 +437,7 @@ class Silo:
                 )
             return runs.handle(message, cost)
         terms = read_record(Terms, head[SUM])
-        self._sums.check(terms)
+        self._sums.check(terms, size.num_silos)
         if size.shares_noise and len(terms.group) < size.num_silos:
             raise ModelError(
                 f"a sum over {len(terms.group)} of {size.num_silos} silos is asked for, in a run "

@@ -16,10 +16,18 @@ import numpy as np
 from numpyro_fed.basics.errors import DataError, ModelError
 from numpyro_fed.basics.files import Store, canonical, read_record
 from numpyro_fed.network.policy import Policy
-from numpyro_fed.privacy.masks import MAX_PARTIES, Greeting, KeyPair, encode, masked, pair_keys
+from numpyro_fed.privacy.masks import (
+    MAX_PARTIES,
+    Greeting,
+    KeyPair,
+    encode,
+    fingerprint,
+    masked,
+    pair_keys,
+)
 from numpyro_fed.rounds.exchange import Exchange
 from numpyro_fed.rounds.messages import Question, pack, read, write
-from numpyro_fed.rounds.secure_sums import MASKED, MIN_SUMMED, Terms
+from numpyro_fed.rounds.secure_sums import MASKED, MIN_SUMMED, Terms, least_summed
 
 # The names under which a silo keeps its key and what is used, and the room of sessions' keys.
 IDENTITY, USED, SESSIONS = "identity", "sums", "sessions"
@@ -123,10 +131,12 @@ class SecureSums:
         self._keys_of(name, met)  # what is no key is refused now, not at the first sum
         self._keep(name, met)
 
-    def check(self, terms: Terms) -> None:
-        """Raise an error for a sum that this silo does not take part in."""
+    def check(self, terms: Terms, num_silos: int) -> None:
+        """Raise an error for a sum, in a plan of so many silos, that this silo takes no part in."""
         session, group = self._session(terms.session), terms.group
-        least = max(MIN_SUMMED, int(self.policy.min_silos))
+        peers = set(self.policy.peers) - {fingerprint(self.identity.public)}
+        least = least_summed(max(num_silos, len(session.told), 1 + len(peers)))
+        least = max(least, int(self.policy.min_silos))
         whole = list(group) == sorted(set(group)) and set(group) <= set(range(len(session.told)))
         if not whole or session.me not in group:
             raise ModelError(
@@ -136,8 +146,9 @@ class SecureSums:
             )
         if len(group) < least:
             raise ModelError(
-                f"a sum over {len(group)} silos is asked for, where this silo's policy asks for at "
-                f"least {least} (min_silos)."
+                f"a sum over {len(group)} silos is asked for, where this silo takes part in those "
+                f"over at least {least}: over three, where there are three or more, and over as "
+                "many as its policy says (min_silos)."
             )
         last, _ = self._used[0].get(terms.session, (0, ""))
         if terms.number < last or terms.number == 0:

@@ -99,7 +99,8 @@ class Federation:
         the others, if they are more than half: the posterior is that of their data, and its verdict
         says so. Where replies are added up that is until the first sum alone, and for three silos
         or more: the difference of two sums would be the reply of a silo. Rounds of PVI go on in any
-        case, since the factor of a silo that is away stays as it is.
+        case, since the factor of a silo that is away stays as it is; under sums while three silos
+        are left.
     state : str or Path, optional
         A folder in which all replies are kept. The same script with the same folder goes on where
         it has ended, in a new process too: it is given the replies so far, and asks silos only for
@@ -117,9 +118,10 @@ class Federation:
         Whether silos mask their replies, so that the server learns the sum over all silos of an
         exchange and no reply of one. Exchanges and schedules that need single replies are refused:
         :func:`numpyro_fed.Result.silos`, ``leave_out``, PVI one silo after the other. By default
-        that is so for three silos or more that are not in this process. False asks for single
-        replies, which a silo's owner must allow (``Policy(secure_sum=False)``); with True questions
-        about data that are told silo by silo, such as :func:`numpyro_fed.levels`, are refused, too.
+        that is so for three silos or more that are not in this process; above 255, which no sum
+        holds, there is no default. False asks for single replies, which a silo's owner must allow
+        (``Policy(secure_sum=False)``); with True questions about data that are told silo by silo,
+        such as :func:`numpyro_fed.levels`, are refused, too.
     key : PrivateKey, optional
         The key of who asks (:class:`numpyro_fed.network.PrivateKey`). With it each message is
         signed, and replies are encrypted to it. Silos whose policy has ``requesters`` answer no
@@ -183,8 +185,15 @@ class Federation:
         self._numbers: Sequence[int] = range(self.num_silos)  # by which the log knows the silos
         self._nothing_else = secure_sum is True
         if secure_sum is None:
-            fits = LEAST_HIDING <= self.num_silos <= MAX_PARTIES
-            secure_sum = fits and not getattr(engine, "in_process", False)
+            elsewhere = not getattr(engine, "in_process", False)
+            if elsewhere and self.num_silos > MAX_PARTIES:
+                raise ModelError(
+                    f"there are {self.num_silos} silos, and a sum that hides their replies holds "
+                    f"{MAX_PARTIES}. Join silos, or ask for single replies by Federation(..., "
+                    "secure_sum=False), which all owners must allow (secure_sum = false in the "
+                    "policy)."
+                )
+            secure_sum = elsewhere and self.num_silos >= LEAST_HIDING
         self.secure_sum = secure_sum
         self.silo_names = _names_for(self.num_silos, silo_names)
         self._journal = journal = None if state is None else Journal(Path(state), self.num_silos)

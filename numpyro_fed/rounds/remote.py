@@ -62,7 +62,14 @@ from numpyro_fed.rounds.messages import (
 from numpyro_fed.rounds.plain_loop import PlainLoop, RoundDone
 from numpyro_fed.rounds.runtime import EndedError, RunStatus, Runtime, Single, State
 from numpyro_fed.rounds.schedules import Schedule, init_schedule
-from numpyro_fed.rounds.secure_sums import HOW_SINGLE, MIN_SUMMED, SUM, Terms, check_summed, sum_of
+from numpyro_fed.rounds.secure_sums import (
+    HOW_SINGLE,
+    SUM,
+    Terms,
+    check_summed,
+    least_summed,
+    sum_of,
+)
 from numpyro_fed.rounds.silos import Batch, Batches, ServerData, Stacks
 from numpyro_fed.rounds.stacks import StackedExchange
 from numpyro_fed.rounds.step import Answers, compiled_in_parts, replayed_part
@@ -143,12 +150,13 @@ class Channel:
         finished is completed, if the same silos are asked the same again. If there are fewer of
         them, they send the same replies under other masks.
         """
-        secure = self.federation.secure_sum
-        if secure and not MIN_SUMMED <= len(who) <= MAX_PARTIES:
+        secure, least = self.federation.secure_sum, least_summed(self.num_silos)
+        if secure and not least <= len(who) <= MAX_PARTIES:
             raise SumError(
-                f"would be over {len(who)} silos, where secure sums are over {MIN_SUMMED} to "
-                f"{MAX_PARTIES}. Take more silos into each step, or wait for those that are away; "
-                f"or ask for single replies. {HOW_SINGLE}",
+                f"would be over {len(who)} silos of {self.num_silos}, where secure sums are over "
+                f"{least} to {MAX_PARTIES}, so that none tells a reply. Take more silos into each "
+                "step, or wait for those that are away (patience=, or the same script again with "
+                f"state=); or ask for single replies. {HOW_SINGLE}",
                 silos=tuple(who),
                 exchange=exchange.name,
             )
@@ -240,12 +248,14 @@ def remote_runtime(
     silos, federation = _Remote(algorithm, schedule, template, channel, begin), channel.federation
     for round_ in (*algorithm.opening, algorithm.round):
         prepared = silos.prepared(round_)
-    one_by_one = schedule is not None and (schedule.by_arrival or schedule.size < MIN_SUMMED)
-    if federation.secure_sum and one_by_one:
+    least = least_summed(channel.num_silos)
+    at_once = least if schedule is None else 1 if schedule.by_arrival else schedule.size
+    if federation.secure_sum and at_once < least:
+        few = "one silo" if at_once == 1 else f"{at_once} silos"
         raise SumError(
-            "would be over one silo at a time, which is its reply: under secure sums two or more "
-            "must take part in each step. Nothing was sent. Take schedule='synchronous', which all "
-            f"take part in; or ask for single replies. {HOW_SINGLE}",
+            f"would be over {few} at a time: under secure sums {least} or more must take part in "
+            "each step, so that none tells a reply. Nothing was sent. Take schedule='synchronous', "
+            f"which all take part in; or ask for single replies. {HOW_SINGLE}",
             silos=(),
             exchange=algorithm.round.name,
         )

@@ -31,12 +31,19 @@ MIN_SUMMED = 2  # silos of a sum; that of one is its reply
 # Silos from which on a sum hides the reply of one from the server and from each of the others.
 LEAST_HIDING = 3
 
-
 HOW_SINGLE = (
     "Three silos or more elsewhere send sums by default: Federation(..., secure_sum=False), or "
     "--no-secure-sum, asks for single replies, if all owners allow it (secure_sum = false in the "
     "policy)."
 )
+
+
+def least_summed(num_silos: int) -> int:
+    """Return the least number of silos of a sum, in a plan of so many.
+
+    Sums of the same replies over each two of three silos would tell the reply of each.
+    """
+    return LEAST_HIDING if num_silos >= LEAST_HIDING else MIN_SUMMED
 
 
 class Terms(NamedTuple):

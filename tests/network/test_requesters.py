@@ -17,6 +17,7 @@ from cases import slow_but
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, ModelError, RefusedError, ReplyError
 from numpyro_fed.basics.files import canonical
+from numpyro_fed.methods.method import PlanSize
 from numpyro_fed.network import InMemory, PrivateKey, cli
 from numpyro_fed.network.cli import main
 from numpyro_fed.network.refusals import refusal_of
@@ -295,9 +296,16 @@ def test_three_silos_elsewhere_send_sums_that_nobody_sees():
     assert nf.moments(there, ["y"]).mean["y"] == 5
 
 
-def test_more_silos_than_a_sum_can_hold_send_single_replies():
+def test_more_silos_than_a_sum_can_hold_send_no_single_replies_unasked():
     engine = Far([silo().answer] * 256)
-    assert not nf.Federation(engine).secure_sum
+    with pytest.raises(ModelError, match=r"256 silos.*holds 255.*secure_sum=False"):
+        nf.Federation(engine)
+    assert not nf.Federation(engine, secure_sum=False).secure_sum
+    # Nor does a silo believe a plan of so many.
+    size = PlanSize(num_silos=256, num_rows=100, num_parameters=2)
+    with pytest.raises(ModelError, match="single replies are asked for in a plan of 256 silos"):
+        nf.Policy().check_single_replies(size)
+    nf.Policy(secure_sum=False).check_single_replies(size)
 
 
 @pytest.mark.parametrize("scale", slow_but([1e-9, 1.0, 3e5], 0))

@@ -20,7 +20,8 @@ import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError, ModelError, RefusedError, ReplyError, SumError
 from numpyro_fed.basics.files import Store, read_record
 from numpyro_fed.network import InMemory
-from numpyro_fed.network.silo_sums import SecureSums
+from numpyro_fed.network.silo_sums import SecureSums, Session
+from numpyro_fed.privacy.masks import Greeting, KeyPair
 from numpyro_fed.rounds.messages import Question, read, write
 from numpyro_fed.rounds.secure_sums import MASKED, SUM, Terms
 
@@ -97,7 +98,7 @@ METHODS = {
     "steps": (SFVI, 10),
     "sfvi": (nf.SFVI(plain), 10),
     "pvi": (nf.PVI(plain, schedule="synchronous"), 3),
-    "two at random": (nf.PVI(normal, start=None, schedule=nf.schedules.Random(2)), 3),
+    "three at random": (nf.PVI(normal, start=None, schedule=nf.schedules.Random(3)), 3),
     "weighted": (nf.SFVIAvg(plain, local_steps=3, aggregate="average"), 2),
 }
 
@@ -107,7 +108,7 @@ METHODS = {
     ["steps", *(pytest.param(n, marks=pytest.mark.slow) for n in METHODS if n != "steps")],
 )
 def test_sums_give_the_numbers_of_plain_replies(name, double):
-    (method, rounds), data = METHODS[name], numbers(SIZES)
+    (method, rounds), data = METHODS[name], numbers((*SIZES, 12))
     there = over(silos_of(data))
     found = method.run(KEY, rounds, there, **QUIET)
     engine = Listening(silos_of(data))
@@ -393,12 +394,12 @@ def test_masks_of_a_sum_hide_one_reply(asked):
     number = int(Question.of(read(message).head).number)
     late = next(m for j, m, _ in crossed if j == silo)
     refused = {
-        "in one over": with_(message, terms={"number": 9, "group": [0, 1, 2]}),
+        "in one over": with_(message, terms={"number": 9}),
         "comes after sum 2": late,
         "another reply was sent under the masks": with_(message, number + 1),
         "sum 0 comes after": with_(message, terms={"number": 0}),
         "no keys of this session": with_(message, terms={"session": "another"}),
-        "at least 2": with_(message, terms={"number": 9, "group": [silo]}),
+        "at least 3": with_(message, terms={"number": 9, "group": [silo]}),
         "expected are numbers": with_(message, terms={"number": 9, "group": [0, 7]}),
         "in order": with_(message, terms={"number": 9, "group": [2, 0]}),
         "names session": with_(message, terms={"number": "9"}),
@@ -443,7 +444,7 @@ class Leaves(Listening):
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_sum_without_a_silo_has_other_masks(lost, double):
-    data = numbers()
+    data = numbers((16,) * 4)
     engine = Leaves(silos_of(data), {1: {1}}, lost)
     there = secure(engine, patience=0.02, at_once=1)
     found = PVI.run(KEY, 2, there, **QUIET)
@@ -462,7 +463,7 @@ def test_a_sum_without_a_silo_has_other_masks(lost, double):
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
     of_silo = [(m, r) for j, m, r in engine.masked if j == 0]
     terms = [read_record(Terms, read(m).head[SUM]) for m, _ in of_silo]
-    assert [t.group for t in terms] == [(0, 1, 2), (0, 2), (0, 1, 2)]
+    assert [t.group for t in terms] == [(0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)]
     first, again = (read(r).arrays[MASKED] for _, r in of_silo[:2])
     assert not (first == again).any()
     # The same question but for the terms: the silo computes its reply once.
@@ -474,23 +475,60 @@ REWEIGHTED = dict(patience=0.02, missing="reweight")
 
 
 def test_a_sum_has_the_silos_that_policies_ask_for():
-    silos = silos_of(numbers(), policy={"min_silos": 3})
-    with pytest.raises(RefusedError, match=r"'sfvi': a sum over 2 silos .*at least 3"):
+    silos = silos_of(numbers((16,) * 4), policy={"min_silos": 4})
+    with pytest.raises(RefusedError, match=r"'sfvi': a sum over 3 silos .*at least 4"):
         SFVI.run(KEY, 1, secure(Leaves(silos, {1: {1}}), **REWEIGHTED), **QUIET)
 
 
-def test_one_silo_that_is_left_is_not_asked():
-    engine = Leaves(silos_of(numbers()), {1: {1, 2}, 2: {1, 2}})
-    with pytest.raises(SumError, match="over 1 silos"):
-        SFVI.run(KEY, 1, secure(engine, **REWEIGHTED), **QUIET)
-    groups = [read_record(Terms, read(m).head[SUM]).group for _, m, _ in engine.masked]
-    assert set(groups) == {(0, 1, 2)}
+@pytest.mark.parametrize("away", [{1: {1}}, {1: {1}, 2: {1}}])
+def test_two_silos_that_are_left_of_three_are_not_asked(away):
+    """Rounds of PVI go on without a silo, and SFVI reweights; a sum over two hides too little."""
+    for method, options in ((SFVI, REWEIGHTED), (PVI, dict(patience=0.02))):
+        engine = Leaves(silos_of(numbers()), away)
+        words = f"over {3 - len(away)} silos of 3, where .* over 3 to 255.*wait for those"
+        with pytest.raises(SumError, match=words):
+            method.run(KEY, 1, secure(engine, **options), **QUIET)
+        groups = [read_record(Terms, read(m).head[SUM]).group for _, m, _ in engine.masked]
+        assert set(groups) == {(0, 1, 2)}
+
+
+def test_a_server_that_lies_gets_no_sums_over_each_two_of_three():
+    """Of the sums over silos 0 and 1, 0 and 2, and 1 and 2 each reply could be told."""
+    silos = silos_of(numbers())
+    engine = Listening(silos)
+    SFVI.run(KEY, 1, secure(engine, at_once=1), **QUIET)
+    first = {silo: message for silo, message, _ in engine.masked}
+    for number, pair in enumerate(((0, 1), (0, 2), (1, 2)), 2):
+        for j in pair:
+            terms = {"number": number, "group": list(pair)}
+            asked = with_(first[j], 100 + number, terms)
+            assert "in those over at least 3" in words(silos[j].answer(asked))
+
+
+@pytest.mark.parametrize(
+    ("plan", "told", "peers", "least"),
+    [(2, 2, (), 2), (3, 2, (), 3), (2, 3, (), 3), (2, 2, ("a", "b"), 3), (2, 2, ("a", "own"), 2)],
+)
+def test_a_sum_hides_among_three_where_a_plan_a_session_or_peers_are_three(
+    plan, told, peers, least
+):
+    pairs = [(KeyPair.generate(), KeyPair.generate()) for _ in range(told)]
+    keys = tuple(Greeting(identity.public, fresh.public) for identity, fresh in pairs)
+    store = Store(None)
+    store.put({"identity": pairs[0][0].private})
+    peers = tuple(keys[0].fingerprint if peer == "own" else peer for peer in peers)
+    sums = SecureSums(nf.Policy(peers=peers), store)
+    sums._keep("s.0", Session(pairs[0][1].private.hex(), "s", 0, keys))
+    if least == 2:
+        sums.check(Terms("s.0", 1, (0, 1)), plan)
+    else:
+        with pytest.raises(ModelError, match="at least 3"):
+            sums.check(Terms("s.0", 1, (0, 1)), plan)
 
 
 @pytest.mark.slow
 def test_a_reply_is_sent_again_as_often_as_the_policy_allows():
-    data = cut({"y": np.random.default_rng(1).normal(3, 2, 64)}, (16,) * 4)
-    away = {3: {1}, 2: {2}}
+    data, away = numbers((16,) * 5), {3: {1}, 2: {2}}
     found = PVI.run(KEY, 1, secure(Leaves(silos_of(data), away), patience=0.02), **QUIET)
     assert len(found.losses) == 1
     once = silos_of(data, policy={"sums_again": 1})
@@ -536,11 +574,11 @@ def test_a_script_and_silos_that_restart_go_on(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["steps", "two at random"])
+@pytest.mark.parametrize("name", ["steps", "three at random"])
 def test_a_storm_changes_no_bit_of_a_sum(name, tmp_path, monkeypatch):
     """Messages that are lost, doubled, late or cut, and silos that restart."""
     monkeypatch.setattr("numpyro_fed.rounds.federation.FIRST_WAIT", 1e-4)
-    (method, rounds), data = METHODS[name], numbers()
+    (method, rounds), data = METHODS[name], numbers((16,) * 4)
     calm = method.run(KEY, rounds, over(silos_of(data)), **QUIET)
     faults = 0
     for seed in range(2):
