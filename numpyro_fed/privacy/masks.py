@@ -1,10 +1,10 @@
 """Numbers of silos whose sum is exact and which nobody sees: as words, under masks, by keys.
 
-A number ``v`` is two words of 64 bits: the nearest whole number to ``v``, and what is left as a
-multiple of 2^-56. Words of several parties are added modulo 2^64. The word of the whole number has
-room for two counts of up to 255 parties: of those whose number is too low or minus infinity, and
-of those whose number is too high or infinity; a NaN counts in both. So a sum of words says what
-the sum of floating numbers would have said.
+A number is seven words of 64 bits, the digits of a multiple of 2^-180 of up to 2^202. Words of
+several parties are added modulo 2^64. The first word has room for two counts of up to 255 parties:
+of those whose number is too low or minus infinity, and of those whose number is too high or
+infinity; a NaN counts in both. So a sum of words says what the sum of floating numbers would have
+said, and rounds less.
 
 Masks belong to pairs of silos: what one adds to its words the other one takes off its own
 (Bonawitz et al., 2017, "Practical secure aggregation for privacy-preserving machine learning",
@@ -33,23 +33,24 @@ from numpyro_fed.basics.errors import DataError
 
 # More parties would carry from one field of a word into the next.
 MAX_PARTIES = 255
-# A number has three digits, multiples of 2^28, 2^-28 and 2^-84: so raw columns have room, and their
-# squares. Each has 56 bits, so that 255 of them fill a word; the first has 48, its sign among them,
-# beside two counts of eight.
+# A number has seven digits, multiples of these powers of two. Raw columns have room, with squares
+# and fourth powers over all rows: milliseconds since 1970 are 10^12, grams may be 10^-15. Words
+# hide how large a number is, so all numbers have as many. A digit has 56 bits, so that 255 of them
+# fill a word; the first has 48, its sign among them, beside two counts of eight.
 DIGIT, WHOLE = 56, 48
-UNITS = 28, -28, -84
-LARGEST_SUM = 2.0 ** (
-    46 + UNITS[0]
-)  # the half of what fits, so that most of what is wrong is found
+UNITS = 156, 100, 44, -12, -68, -124, -180
+LARGEST_SUM = 2.0 ** (46 + UNITS[0])  # the half of what fits: most of what is wrong is found
 KEY_BYTES = 32
+AT_ONCE = 1 << 16  # bytes of a stream that are made at once
 PURPOSE = b"numpyro_fed secure sums 1"
 
 
 def encode(values: ArrayLike, parties: int) -> np.ndarray:
-    """Return numbers as words (size, 3), of which those of so many ``parties`` can be added up.
+    """Return numbers as words (size, 7), of which those of so many ``parties`` can be added up.
 
-    A number is rounded to the nearest multiple of 2^-84, by 3e-26 at most. Above ``LARGEST_SUM /
-    parties`` it is sent as infinite, like a floating number that overflows.
+    A number is rounded to the nearest multiple of 2^-180, by 4e-55 at most: from 3e-39 on a number
+    of double precision is exact. Above ``LARGEST_SUM / parties``, 2e60 with three, it is sent as
+    infinite, like a floating number that overflows.
 
     Examples
     --------
@@ -65,8 +66,8 @@ def encode(values: ArrayLike, parties: int) -> np.ndarray:
     digits = np.empty((numbers.size, len(UNITS)), np.int64)
     for i, unit in enumerate(UNITS):
         # Rounded to the nearest, not down: the rest is then exact, for small negative ones too.
-        digit = np.rint(np.ldexp(rest, -unit))
-        digits[:, i], rest = digit, rest - np.ldexp(digit, unit)
+        digit = np.rint(rest * 2.0**-unit)
+        digits[:, i], rest = digit, rest - digit * 2.0**unit
     words = digits.view(np.uint64)
     words[:, 0] += low.astype(np.uint64) << np.uint64(WHOLE)
     words[:, 0] += high.astype(np.uint64) << np.uint64(WHOLE + 8)
@@ -74,7 +75,7 @@ def encode(values: ArrayLike, parties: int) -> np.ndarray:
 
 
 def decode(words: np.ndarray, parties: int) -> np.ndarray:
-    """Return the numbers (size,) of a sum, modulo 2^64, of so many parties' words (size, 3).
+    """Return the numbers (size,) of a sum, modulo 2^64, of so many parties' words (size, 7).
 
     Words that no such sum has are a DataError: one of the parties has sent something else, or has
     used other masks than the others.
@@ -93,9 +94,11 @@ def decode(words: np.ndarray, parties: int) -> np.ndarray:
             "parties"
         )
     # Carried from the last digit to the first, each is again a digit of one number.
-    middle, up = _carried(rests[:, 0] + _carried(rests[:, 1])[1])
-    digits = whole + up, middle, _carried(rests[:, 1])[0]
-    total = sum(np.ldexp(d.astype(np.float64), u) for d, u in zip(digits, UNITS, strict=True))
+    total, up = np.zeros(len(words)), np.zeros(len(words), np.int64)
+    for rest, unit in zip(rests.T[::-1], UNITS[:0:-1], strict=True):
+        digit, up = _carried(rest + up)
+        total += digit * 2.0**unit
+    total += (whole + up) * 2.0 ** UNITS[0]
     total = np.where(low > 0, -np.inf, total)
     total = np.where(high > 0, np.inf, total)
     return np.where((low > 0) & (high > 0), np.nan, total)
@@ -103,7 +106,8 @@ def decode(words: np.ndarray, parties: int) -> np.ndarray:
 
 def _carried(digits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return digits, each within a half of its range around zero, and what is carried."""
-    up = (digits + (1 << (DIGIT - 1))) >> DIGIT
+    # Nothing is added before the shift, which the largest sum would not survive.
+    up = (digits >> DIGIT) + ((digits >> (DIGIT - 1)) & 1)
     return digits - (up << DIGIT), up
 
 
@@ -195,7 +199,11 @@ def stream(key: bytes, purpose: bytes, size: int) -> np.ndarray:
     # A key of its own for each purpose, so that the counter of the cipher can begin at zero.
     own = _crypto("kdf.hkdf").HKDFExpand(hashes.SHA256(), 32, purpose).derive(key)
     cipher = ciphers.Cipher(ciphers.algorithms.ChaCha20(own, bytes(16)), mode=None).encryptor()
-    words = np.frombuffer(cipher.update(bytes(8 * size)), np.dtype("<u8"))
+    words, nothing = np.empty(size, np.dtype("<u8")), bytes(AT_ONCE)
+    # In pieces that stay in a cache, which takes a quarter of the time.
+    whole = memoryview(words).cast("B") if size else b""
+    for first in range(0, len(whole), AT_ONCE):
+        cipher.update_into(nothing[: len(whole) - first], whole[first:])
     return words if sys.byteorder == "little" else words.astype(np.uint64)
 
 

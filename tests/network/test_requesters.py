@@ -308,9 +308,9 @@ def test_more_silos_than_a_sum_can_hold_send_no_single_replies_unasked():
     nf.Policy(secure_sum=False).check_single_replies(size)
 
 
-@pytest.mark.parametrize("scale", slow_but([1e-9, 1.0, 3e5], 0))
+@pytest.mark.parametrize("scale", slow_but([1e-15, 1e-9, 1.0, 3e5, 2e12], 0, 4))
 def test_sums_hold_raw_columns(scale):
-    """Curvatures are sums of squares: from 1e-17 for a concentration to 1e13 for platelets."""
+    """Curvatures are sums of squares: of grams, 1e-30, and of milliseconds since 1970, 1e26."""
 
     def line(x, y):
         slope = numpyro.sample("slope", dist.Normal(0, 10 / scale))
