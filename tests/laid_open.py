@@ -15,7 +15,6 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed.numerics.divergences import _squared_arsinh_of_root as squared_arsinh_of_root
 from numpyro_fed.posterior.importance import _inner_draws as inner_draws
-from numpyro_fed.pvi.method import prior_optimiser as for_the_prior
 from numpyro_fed.reference.nuts import _joint_density as joint_density
 from numpyro_fed.reference.nuts import _parameters as parameters
 from numpyro_fed.rounds import runtime
@@ -28,7 +27,6 @@ __all__ = [
     "LaidOpen",
     "asking",
     "at_checks",
-    "for_the_prior",
     "globals_drawn",
     "inner_draws",
     "inside",
@@ -211,7 +209,7 @@ PLACES = {
     "pareto_k": "numpyro_fed.reference.compare._pareto_k",
     "batch_size": "numpyro_fed.posterior.built.CompiledMethod.batch_size",
     "question_of_a_correction": "numpyro_fed.posterior.built.CompiledMethod.question",
-    "factor_for_the_prior": "numpyro_fed.pvi.method.prior_optimiser",
+    "factor_for_the_prior": "numpyro_fed.pvi.method.FixedPoint",
     "rounds_of_a_log": "numpyro_fed.rounds.runtime._first",
     "all_finite": "numpyro_fed.rounds.runtime._all_finite",
 }

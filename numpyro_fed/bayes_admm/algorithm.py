@@ -28,8 +28,10 @@ A silo sends the change of :math:`f_j`, so that a silo that is left out of a rou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 from jax import Array
@@ -39,7 +41,8 @@ from numpyro_fed.data.silo_data import SiloData
 from numpyro_fed.local.problem import LocalNoise, Problem
 from numpyro_fed.numerics.expfam.family import Natural, Ordinary
 from numpyro_fed.pvi.server import PartitionedVI
-from numpyro_fed.pvi.silo import SiloState
+from numpyro_fed.pvi.silo import Down, SiloState, Up
+from numpyro_fed.rounds.exchange import Reply
 from numpyro_fed.rounds.states import SiloParams
 from numpyro_fed.text.site_table import Theta
 
@@ -49,6 +52,8 @@ class ADMM(PartitionedVI):
     """BayesADMM as pure functions: PVI with another problem and another factor at the silos."""
 
     rho: float
+    remedy: ClassVar[str] = "a larger rho"
+    if_unsettled: ClassVar[str] = ": a larger rho may help"
 
     @property
     def share(self) -> float:
@@ -64,11 +69,27 @@ class ADMM(PartitionedVI):
         state = super().init_silo(key, data)
         return state._replace(multiplier=state.factor)
 
+    def exact_after(self, steps: int, away: bool) -> bool:
+        """Return whether the steps were one round of all silos from the prior, with rho 1 / J.
+
+        What a silo sends depends on the posterior that it was sent. The first round of a conjugate
+        model is exact nevertheless, for this rho alone.
+        """
+        everyone = steps == self.steps == 1 and self.visits == self.num_silos and not away
+        first = self.exact and not self.from_mode and everyone
+        return first and math.isclose(self.rho * self.num_silos, 1)
+
+    def visit(
+        self, noise: Array, down: Down, state: SiloState, data: SiloData
+    ) -> tuple[Reply[Up], SiloState]:
+        """Visit as PVI does. The first multiplier is the factor at which a run has begun."""
+        factor = state.effective_factor(down.taken)
+        multiplier = where(state.visits == 0, factor, state.multiplier)
+        return super().visit(noise, down, state._replace(multiplier=multiplier), data)
+
     def removed(self, factor: Natural, total: Natural, state: SiloState) -> Natural:
         """Return the part of the posterior that the cavity is without: the multiplier, over rho."""
-        # A run that begins at the mode, or at a result, has told silos their first factors.
-        multiplier = where(state.visits == 0, factor, state.multiplier)
-        return jax.tree.map(lambda m: m / self.rho, multiplier)
+        return jax.tree.map(lambda m: m / self.rho, state.multiplier)
 
     def proposal(
         self, found: Natural, eta: Natural, prior: Natural

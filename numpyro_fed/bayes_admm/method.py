@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from numpyro_fed.basics.errors import ModelError, is_number
 from numpyro_fed.bayes_admm.algorithm import ADMM
@@ -12,12 +12,11 @@ from numpyro_fed.guides.objectives import Objective
 from numpyro_fed.guides.structured import Structured
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.local.problem import Local
-from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.pvi.method import PVI, Conjugate, PVISettings
 from numpyro_fed.pvi.recipes import Relative
-from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, Spec, named
+from numpyro_fed.rounds.schedules import Adaptive, Spec
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.plan import Plan
 
@@ -44,7 +43,7 @@ class BayesADMM(Relative):
 
     with the log likelihoods :math:`\ell_j`, and natural parameters :math:`\eta_0` of the prior. It
     rests where the pooled evidence lower bound is stationary, as :class:`PVI` does. With
-    :math:`\rho = 1/J` a conjugate model is exact after one round.
+    :math:`\rho = 1/J` a conjugate model is exact after one round of all silos from the prior.
 
     Parameters
     ----------
@@ -52,9 +51,11 @@ class BayesADMM(Relative):
         A NumPyro model with :class:`~numpyro_fed.silo_plate`. Priors of the globals must be in the
         family: Gaussian in unconstrained space, Gamma, Beta or Dirichlet.
     rho : float, optional
-        The weight of the divergence from the server's posterior; by default one over the number of
-        silos. A larger one is slower, and damps rounds that go to and fro: with a small one a silo
-        that knows more than the average has a problem without a maximum.
+        The weight of the divergence from the server's posterior, from 1e-6 to 1e6; by default one
+        over the number of silos. A larger one is slower, and damps rounds that go to and fro. With
+        a small one a silo that knows more than the average may have a problem without a maximum,
+        and its visits do not converge. The share of the rows that the largest silo has is then
+        enough.
     family : {"auto", "full", "diagonal"} or dict
         Covariance of the Gaussian, as for :class:`PVI`.
     schedule : str or one of numpyro_fed.schedules
@@ -81,7 +82,7 @@ class BayesADMM(Relative):
     ModelError
         For a prior outside of the family, by its name.
     ValueError
-        For a ``rho`` that is not positive, and for an asynchronous schedule.
+        For a ``rho`` out of its range, and for an asynchronous schedule.
 
     Notes
     -----
@@ -120,19 +121,14 @@ class BayesADMM(Relative):
     evidence_draws: int = field(default=32, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.rho is not None and not (is_number(self.rho) and self.rho > 0):
-            raise ValueError(f"rho must be None or a positive number, got {self.rho!r}.")
-        if isinstance(named(self.schedule), Asynchronous):
-            raise ValueError(
-                "schedule='asynchronous': a multiplier belongs to the posterior that its silo was "
-                "sent last. Use 'synchronous' or schedules.Random(size), or nf.PVI."
-            )
+        if self.rho is not None and not (is_number(self.rho) and 1e-6 <= self.rho <= 1e6):
+            raise ValueError(f"rho must be None or a number from 1e-6 to 1e6, got {self.rho!r}.")
         if getattr(self.local, "alpha", 0) > 0:
             raise ValueError(
                 f"local={self.local} has a divergence of its own, and BayesADMM a multiple of KL. "
                 "Use local.Optax(), LBFGS() or NaturalGradient(), or nf.PVI."
             )
-        self.pvi()  # checks the other settings
+        super().__post_init__()
 
     def pvi(self, fm: FederatedModel | None = None, plan: Plan | None = None) -> PVI:
         local = self.local
@@ -140,9 +136,7 @@ class BayesADMM(Relative):
             own = any(p.dim or fm.named("param", p.name) for p in fm.plates)
             if not own and not plan.facts.value_check("conjugate"):
                 # It goes uphill from the server's posterior: the problem may have no maximum.
-                full = fm.dim <= FULL_COVARIANCE_UP_TO and self.family != "diagonal"
-                # Four draws for each statistic of a coordinate, as at the server of PVI.
-                local = FixedPoint(num_particles=max(64, 4 * (fm.dim + 1)) if full else 64)
+                local = FixedPoint()
         return PVI(
             self.model,
             schedule=self.schedule,
@@ -153,6 +147,7 @@ class BayesADMM(Relative):
             guide=self.guide,
             objective=self.objective,
             start=self.start,
+            start_scale=None,
             evidence_draws=self.evidence_draws,
         )
 
@@ -160,20 +155,16 @@ class BayesADMM(Relative):
         try:
             return super().prepare(fm)
         except ModelError as error:
+            if "prior='factor'" not in str(error):
+                raise
             raise ModelError(f"{error} (prior='factor' is a setting of nf.PVI alone.)") from None
 
     def settings_for(self, fm: FederatedModel, plan: Plan) -> ADMMSettings:
-        rho = 1 / plan.num_silos if self.rho is None else float(self.rho)
-        return ADMMSettings(**vars(super().settings_for(fm, plan)), rho=rho)
+        return ADMMSettings(**vars(super().settings_for(fm, plan)), rho=self._weight(plan))
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: Conjugate) -> Built:
-        rho = self.settings_for(fm, plan).rho
-
-        def rounds(**parts: Any) -> ADMM:
-            # What a silo sends depends on the posterior that it was sent, but for a first round of
-            # all silos from the prior, which is exact for this rho alone.
-            at_once = parts["steps"] == 1 and parts["visits"] == plan.num_silos
-            at_once &= not parts["from_mode"] and rho * plan.num_silos == 1
-            return ADMM(**{**parts, "exact": parts["exact"] and at_once}, rho=rho)
-
+        rounds = partial(ADMM, rho=self._weight(plan))
         return self.pvi(fm, plan).assemble(fm, plan, prepared, rounds)
+
+    def _weight(self, plan: Plan) -> float:
+        return 1 / plan.num_silos if self.rho is None else float(self.rho)

@@ -176,19 +176,26 @@ class NaturalGradient(Damped):
 class FixedPoint(Local):
     """Natural-gradient fixed points on fixed, standardised noise, until they no longer move.
 
-    It is deterministic, and exact for a quadratic log density. The server uses it for its own
-    factor, a problem without rows and private parameters. A step that lowers the free energy is
-    halved. So is a step after one that was not shorter than the step before: such steps oscillate.
+    It is deterministic, and exact for a quadratic log density. PVI's server uses it for its own
+    factor, and BayesADMM at silos; private parameters and local guides stay as they are. A step
+    that lowers the free energy is halved. So is a step after one that was not shorter than the step
+    before: such steps oscillate. ``num_particles`` None is four draws for each statistic of a
+    coordinate, and at least 64.
     """
 
     steps: int = 50
-    num_particles: int = 64
+    num_particles: int | None = None
 
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Run the steps; see the class."""
         family = problem.family
         key_fit, key_judge = jax.random.split(key)
-        noise = fixed_noise(problem, key_fit, self.num_particles)
+        # With a full covariance of d globals these are about 4 d draws: fewer than d of them have a
+        # singular covariance.
+        start = family.natural(problem.start)
+        statistics = sum(a.size for a in jax.tree.leaves(start)) // family.dim
+        draws = self.num_particles or max(64, 4 * statistics)
+        noise = fixed_noise(problem, key_fit, draws)
         silo_part = problem.silo_part
 
         def value(eta: Natural) -> Array:
@@ -210,7 +217,6 @@ class FixedPoint(Local):
             next_rate = jnp.where(moved > 0.5 * last, 0.5, 1.0)
             return number + 1, after, value(after), moved, next_rate
 
-        start = family.natural(problem.start)
         first = value(start)
         # From a start that is not finite every proper step counts as better.
         first = jnp.where(jnp.isfinite(first), first, -jnp.finfo(first.dtype).max)

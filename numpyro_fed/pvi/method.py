@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 from jax import Array
@@ -41,7 +40,6 @@ from numpyro_fed.methods.party_side import check_rows_alone, minibatches_of
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.methods.start import check_start, start_kind, start_rounds
 from numpyro_fed.numerics.divergences import KL
-from numpyro_fed.numerics.expfam import Family
 from numpyro_fed.numerics.losses import log_loss
 from numpyro_fed.posterior.built import Built, CompiledMethod
 from numpyro_fed.posterior.result import Result
@@ -62,8 +60,8 @@ from numpyro_fed.text.plan import Plan
 # The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.
 Conjugate = tuple[Globals, Callable[[Sequence[SiloData]], bool]]
 REMEDY = (
-    "Double precision (jax.config.update('jax_enable_x64', True)), covariates and outcomes scaled "
-    "to about one, or a smaller start_scale usually help; so may damping below 1."
+    "Double precision (jax.config.update('jax_enable_x64', True)), and covariates and outcomes "
+    "scaled to about one usually help; so may"
 )
 
 
@@ -383,7 +381,7 @@ class PVI(RowMethod[PVIResult, Conjugate]):
             guide=guide,
             bound=bound_of(fm, guide, objective),
             local=local,
-            prior_local=prior_optimiser(chosen.family),
+            prior_local=FixedPoint(),
             conjugate=closed,
             # Parameters take one step at each update of the server, in units that nobody
             # knows: larger steps overshoot where free energies are noisy, smaller ones need
@@ -455,10 +453,11 @@ class PVI(RowMethod[PVIResult, Conjugate]):
             return result
         # Such a run would return the prior as if it were a posterior.
         if run.failure is None and result.nothing_accepted:
+            assert compiled.built.factors is not None
             raise NonFiniteError(
                 f"no update of the {rounds} rounds could be taken, and what the silos know counts "
                 f"for nothing:\n{result.report()}\nWhat it began with is in the error's "
-                f".result. {REMEDY}",
+                f".result. {REMEDY} {compiled.built.factors.remedy}.",
                 result=result,
                 round=int(run.state.round) - 1,
                 silos=tuple(np.unique(visits[status >= Status.NON_FINITE]).tolist()),
@@ -466,16 +465,6 @@ class PVI(RowMethod[PVIResult, Conjugate]):
         if warning := result.warning():
             warnings.warn(warning, category=ConvergenceWarning, stacklevel=4)
         return result
-
-
-def prior_optimiser(family: Family[Any]) -> FixedPoint:
-    """Return the server's optimiser of the prior's factor, with enough draws for the family."""
-    z = jax.ShapeDtypeStruct((family.dim,), np.float32)
-    statistics = jax.eval_shape(family.statistics, z)
-    numbers = sum(a.size for a in jax.tree.leaves(statistics)) // family.dim
-    # Four draws for each statistic of a coordinate: with a full covariance of d globals that is
-    # about 4 d, and with fewer than d draws a covariance is singular.
-    return FixedPoint(num_particles=max(64, 4 * numbers))
 
 
 def in_words(value: object) -> str:

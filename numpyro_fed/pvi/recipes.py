@@ -23,7 +23,7 @@ from numpyro_fed.posterior.built import CompiledMethod
 from numpyro_fed.pvi.method import PVI, Conjugate, Divergence, PVISettings
 from numpyro_fed.pvi.result import PVIResult
 from numpyro_fed.rounds.runtime import RunOutcome
-from numpyro_fed.rounds.schedules import Adaptive, Sequential, Spec, named
+from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, Sequential, Spec, named
 from numpyro_fed.rounds.silos import Silos
 from numpyro_fed.text.layout import Layout
 from numpyro_fed.text.log_density import FederatedModel
@@ -34,8 +34,16 @@ from numpyro_fed.text.plan import Plan
 class Relative(RowMethod[PVIResult, Conjugate]):
     """A method that PVI runs, with settings and a name of its own on plans and in files.
 
-    A subclass says by :meth:`pvi` which settings of PVI its own are.
+    A subclass says by :meth:`pvi` which settings of PVI its own are. They are checked when it is
+    made.
     """
+
+    def __post_init__(self) -> None:
+        if isinstance(named(self.pvi().schedule), Asynchronous):
+            raise ValueError(
+                "schedule='asynchronous': what a silo keeps belongs to the posterior that it was "
+                "sent last. Use 'synchronous' or schedules.Random(size), or nf.PVI."
+            )
 
     @abstractmethod
     def pvi(self, fm: FederatedModel | None = None, plan: Plan | None = None) -> PVI:

@@ -185,7 +185,8 @@ class PVIResult(Result):
         moved = float(server.progress.moved)
         if pvi.deletion in ("none", "prior"):
             return 0.0
-        if pvi.exact:
+        away = bool((self.status == Status.AWAY).any())
+        if pvi.exact_after(int(server.progress.steps), away):
             return moved * (1 - damping_used) / damping_used
         # The server has a factor for the prior, or learns parameters.
         server_learns = pvi.globals.prior_outside is not None or bool(self.shared.theta)
@@ -208,7 +209,9 @@ class PVIResult(Result):
             found.append(f"{_silos(unvisited)} never visited")
         for value, (words, _) in _WORDS.items():
             if len(silos := np.flatnonzero(visited & (status == value))):
-                found.append(f"{words} at {_silos(silos)}")
+                unsettled = value in (Status.NOT_CONVERGED, Status.IMPROPER)
+                advice = self._pvi.if_unsettled if unsettled else ""
+                found.append(f"{words} at {_silos(silos)}{advice}")
         refused = visited & (status < Status.NON_FINITE) & (np.asarray(server.taken) == 0)
         if refused.any():
             found.append(f"the last update of {_silos(np.flatnonzero(refused))} was rejected")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,14 @@ def aggregation(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PartitionedVI(PVIAtSilo):
-    """PVI, or one of its relatives, as pure functions."""
+    """PVI, or one of its relatives, as pure functions.
+
+    ``remedy`` names settings of the method that may help where no update could be taken, and
+    ``if_unsettled`` ends the sentence about visits that did not converge, or were improper.
+    """
+
+    remedy: ClassVar[str] = "a smaller start_scale, or damping below 1"
+    if_unsettled: ClassVar[str] = ""
 
     def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:
         """Return the algorithm, without a start."""
@@ -222,6 +229,13 @@ class PartitionedVI(PVIAtSilo):
         pace = used * self.pace
         accepted = (state.taken > 0).all() & (progress.refused == 0) & progress.own
         return ends & accepted & (progress.moved <= ARRIVED * pace)
+
+    def exact_after(self, steps: int, away: bool) -> bool:
+        """Return whether what silos have sent depends on nothing but their own data.
+
+        The run has made so many ``steps``; ``away`` says whether a silo was away in one of them.
+        """
+        return self.exact
 
     @property
     def pace(self) -> float:

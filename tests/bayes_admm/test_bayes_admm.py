@@ -1,6 +1,12 @@
 """BayesADMM is exact where it can be, and rests where pooled variational inference does."""
 
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pvi_problems as p
 import pytest
 from apart import Apart
@@ -9,11 +15,21 @@ from laid_open import inside
 from problems import cut, glmm
 
 import numpyro_fed as nf
+from numpyro_fed.local.problem import Local, Solution
+from numpyro_fed.rounds.messages import read
+from numpyro_fed.rounds.names import PVI_ROUND
 
 pytestmark = [
     pytest.mark.usefixtures("double"),
     pytest.mark.filterwarnings("ignore::numpyro_fed.ConvergenceWarning"),
 ]
+
+
+def nothing_shared(y):
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+
 KEY, QUIET = p.KEY, dict(progress_bar=False, runtime="quick")
 EXACT = nf.local.LBFGS(num_particles=32, tolerance=1e-9)
 
@@ -24,6 +40,62 @@ def test_one_round_is_exact_on_conjugate_models(problem):
     result = nf.BayesADMM(model).run(KEY, 1, cut(rows, (5, 4, 3)), **QUIET)
     p.assert_exact(result, exact, rtol=1e-10)
     assert result.settled
+
+
+def test_a_first_round_without_a_silo_is_not_taken_for_exact():
+    """Nor is the round in which it is back: what is left to go is about the error or more."""
+    model, _, _ = p.mean()
+    silos = [dict(y=np.full(4, y)) for y in (-5.0, 5.0, 0.0)]
+    away = {0}
+
+    def on_the_way(silo, message, answer):
+        if silo in away and read(message).head["exchange"] == PVI_ROUND:
+            raise OSError("no route to host")
+        return answer(message)
+
+    apart, state = Apart(nf.BayesADMM(model), silos, on_the_way), None
+    precision = 1 / 4 + 4 * 12
+    for now in ({0}, {1}, set()):
+        away.clear()
+        away.update(now)
+        result = apart.run(KEY, 1, init_state=state)
+        state, mean = result.state, result.posterior()["m"].mean
+        error = abs(mean - 1 / 4 / precision) * precision**0.5
+        assert error > 1
+        assert not result.settled
+        assert result.remaining > 0.9 * error
+
+
+@pytest.mark.parametrize("num_silos", slow_but([49, 98], 0))
+@pytest.mark.filterwarnings("error::numpyro_fed.ConvergenceWarning")
+def test_the_first_round_is_exact_whatever_the_number_of_silos(num_silos):
+    """Of 49 the number times one over it is not one."""
+    model, _, _ = p.mean()
+    silos = [dict(y=np.array([0.1 * j, 1.0])) for j in range(num_silos)]
+    result = nf.BayesADMM(model).run(KEY, 1, silos, **QUIET)
+    assert result.settled
+    assert result.remaining == 0
+
+
+@dataclass(frozen=True)
+class Improper(Local):
+    """Visits that lead out of the family."""
+
+    def solve(self, problem, key):
+        eta = jax.tree.map(jnp.negative, problem.family.natural(problem.start))
+        return Solution(eta, problem.silo_part, jnp.array(True), jnp.array(True))
+
+
+def test_a_first_visit_that_cannot_be_used_keeps_the_multiplier_of_the_start():
+    """And what may help is named."""
+    admm = nf.BayesADMM(p.logistic, local=Improper(), start="mode", evidence_draws=1)
+    with pytest.raises(nf.NonFiniteError, match=r"(?s)no update.*so may a larger rho\.$") as error:
+        admm.run(KEY, 1, cut(p.logistic_rows(), (12, 12)), **QUIET)
+    result = error.value.result
+    assert "improper and counted for nothing at silos 0, 1: a larger rho" in result.doubts[0]
+    for j, state in enumerate(inside(result).one_by_one(result.state.silos)):
+        assert state.multiplier["gaussian"]["second"].any()
+        p.assert_close(state.multiplier, result.factor(j))
 
 
 @pytest.mark.slow
@@ -105,9 +177,28 @@ def test_latents_of_rows_are_integrated_and_the_run_goes_on_from_the_mode():
         np.testing.assert_allclose(np.sqrt(other.variance), sd, rtol=0.1)
 
 
+@pytest.mark.slow
+def test_a_silo_with_most_of_the_rows_comes_to_rest_with_a_larger_weight():
+    """With the default the posterior is right, and the doubt of it names the weight."""
+    r = np.random.default_rng(0)
+    x = np.stack([np.ones(325), r.normal(size=325)], 1)
+    y = r.binomial(1, 1 / (1 + np.exp(-x @ [1.5, -1.5]))).astype(float)
+    silos = cut(dict(x=x, y=y), (5, 300, 5, 5, 5, 5))
+    default, larger = (
+        nf.BayesADMM(p.logistic, rho=rho).run(KEY, 20, silos, **QUIET) for rho in (None, 1.0)
+    )
+    assert default.doubts == ["the last visit had not converged at silo 1: a larger rho may help"]
+    assert larger.settled
+    one, other = default.posterior()["w"], larger.posterior()["w"]
+    sd = np.sqrt(other.variance)
+    np.testing.assert_allclose((one.mean - other.mean) / sd, 0, atol=0.2)
+    np.testing.assert_allclose(np.sqrt(one.variance) / sd, 1, atol=0.2)
+
+
 def test_what_it_does_not_take_is_refused_by_name():
-    with pytest.raises(ValueError, match="rho must be None or a positive number, got 0"):
-        nf.BayesADMM(p.logistic, rho=0)
+    for rho in (0, 1e-320, np.inf, np.nan, True):
+        with pytest.raises(ValueError, match="rho must be None or a number from 1e-6 to 1e6, got"):
+            nf.BayesADMM(p.logistic, rho=rho)
     with pytest.raises(ValueError, match=r"'asynchronous'.*nf\.PVI"):
         nf.BayesADMM(p.logistic, schedule="asynchronous")
     with pytest.raises(ValueError, match=r"PowerEP.*divergence of its own"):
@@ -115,3 +206,5 @@ def test_what_it_does_not_take_is_refused_by_name():
     rows = {"x": np.zeros((3, 4, 2)), "y": np.zeros((3, 4))}
     with pytest.raises(nf.ModelError, match=r"'scale'.*setting of nf\.PVI alone"):
         nf.BayesADMM(glmm).run(KEY, 1, [rows], **QUIET)
+    with pytest.raises(nf.ModelError, match=r"no global latents[^(]*\Z"):
+        nf.BayesADMM(nothing_shared).run(KEY, 1, [dict(y=np.zeros(3))], **QUIET)

@@ -9,7 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from cases import mark_slow, slow_but
-from laid_open import for_the_prior, put_in_place
+from laid_open import put_in_place
 from problems import cut
 from pvi_problems import KEY, QUIET, logistic, logistic_rows, mean
 
@@ -17,6 +17,7 @@ import numpyro_fed as nf
 from numpyro_fed import expfam
 from numpyro_fed.data.silo_data import SiloData, read
 from numpyro_fed.local import LBFGS
+from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.local.problem import LocalNoise, Problem
 from numpyro_fed.pvi.families import conjugacy, globals_of
 from numpyro_fed.pvi.silo import Status
@@ -271,7 +272,7 @@ def test_the_servers_factor_has_draws_enough_for_many_globals():
 
     start = family.ordinary(family.fit(lambda z: -2 * z @ z))
     problem = Problem(family, cavity, start, (), noise, log_lik, None, 0, None)
-    found = jax.jit(lambda key: for_the_prior(family).solve(problem, key))(KEY)
+    found = jax.jit(lambda key: FixedPoint().solve(problem, key))(KEY)
     mean, sd = family.mean_and_sd(family.ordinary(found.eta))
     assert found.converged
     np.testing.assert_allclose(np.exp(mean[0] + sd[0] ** 2 / 2), tau, atol=0.3 * tau_sd)
@@ -281,7 +282,7 @@ def test_the_servers_factor_has_draws_enough_for_many_globals():
 
 @pytest.mark.slow
 def test_a_factor_of_the_servers_that_has_not_converged_is_reported(monkeypatch):
-    put_in_place(monkeypatch, "factor_for_the_prior", lambda family: LBFGS(steps=1))
+    put_in_place(monkeypatch, "factor_for_the_prior", lambda: LBFGS(steps=1))
     model = location(dist.StudentT(3.0, 0.0, 1.0), normal)
     with pytest.warns(UserWarning, match="server's own factor"):
         result = nf.PVI(model, prior="factor", start=None).run(
