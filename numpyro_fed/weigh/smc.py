@@ -14,6 +14,11 @@ and the sum comes back. Trajectories are those of coordinates in which the parti
 covariance one. A particle has a step size of its own in each trajectory, a random share of the
 common one, so that some steps are short enough for narrow places.
 
+Where a parabola can stand in the place of the likelihoods (:mod:`numpyro_fed.weigh.surrogate`),
+trajectories are the server's own, and one exchange accepts or refuses where many of them end. It is
+tried anew at each density of the path, and leapfrog steps that ask silos go on where few particles
+are accepted.
+
 Particles live on islands: those of one island are weighed and drawn again among themselves, so
 that the islands are independent but for the step size and the coordinates. How far their means and
 spreads differ is the Monte Carlo error. At ``b = 1`` particles are moved on and kept several times.
@@ -49,9 +54,11 @@ from numpyro_fed.rounds.names import TEMPERED
 from numpyro_fed.rounds.stacks import StackedExchange, stacked_reply
 from numpyro_fed.search.expand import shape
 from numpyro_fed.text.log_density import FederatedModel
+from numpyro_fed.text.predictors import Predictors
 from numpyro_fed.text.site_table import Theta
 from numpyro_fed.weigh.log_likelihoods import at_draws, shape_of_draws, with_globals
 from numpyro_fed.weigh.mixture import Mixture, root_of_draws
+from numpyro_fed.weigh.surrogate import SHORTEST, Parabola, Surrogate
 
 NUM_ISLANDS = 4
 KEPT = 8  # times that a run keeps all particles at the posterior
@@ -61,7 +68,6 @@ EFFECTIVE = 0.5  # share of effective draws after a step from one density to the
 LENGTH = 1.5
 MAX_LEAPS = 16  # leapfrog steps in a trajectory, at most
 FIRST_STEP = 0.3  # common step size at the beginning
-SHORTEST = 0.2  # share of the common step size, at least, that a particle takes
 ACCEPTED = 0.75  # share of trajectories that the common step size aims at
 # Largest change of the log step size after one trajectory: an acceptance of zero halves the step.
 GAIN = 1.0
@@ -71,6 +77,9 @@ LOG_STEPS = math.log(1e-4), math.log(2.0)  # the log of the common step size sta
 # XLA:CPU multiplies stacks of matrices by plain loops: a Gaussian process over forty times took
 # 0.05 s for a thousand particles, and 1.3 s with 64 at once.
 BATCH = 8
+# Share of particles that a step by the parabola moves, below which steps ask silos instead; and
+# calls of its program before an exchange, each of some trajectories, until particles have moved.
+LEAST_MOVED, MAX_CALLS = 0.2, 6
 LOST = -1e30  # in the place of a log density of minus infinity, which is no number times zero
 # Largest correlation of a coordinate with its value some trajectories before, at which particles
 # count as moved: on the way, and between those that are kept. And trajectories for that, at most.
@@ -96,13 +105,16 @@ class Evaluated(NamedTuple):
     ``log_q, log_p`` (N,): Of the reference and of the joint density; :data:`LOST` where a number is
         not finite.
     ``slope_q, slope_p`` (N, dim).
+    ``log_l`` (N,), ``slope_l`` (N, dim): Of the log likelihood of all silos, a part of ``log_p``.
     """
 
     z: np.ndarray
     log_q: np.ndarray
     log_p: np.ndarray
+    log_l: np.ndarray
     slope_q: np.ndarray
     slope_p: np.ndarray
+    slope_l: np.ndarray
 
     def log_density(self, b: float) -> np.ndarray:
         """Return the log density (N,) of the path at ``b``."""
@@ -111,6 +123,15 @@ class Evaluated(NamedTuple):
     def slope(self, b: float) -> np.ndarray:
         """Return its gradient (N, dim)."""
         return (1 - b) * self.slope_q + b * self.slope_p
+
+    def where(self, accepted: np.ndarray, other: Evaluated) -> Evaluated:
+        """Return these particles where a move to them is accepted (N,), others where it is not."""
+        return Evaluated(
+            *(
+                np.where(accepted.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+                for new, old in zip(self, other, strict=True)
+            )
+        )
 
     @property
     def found(self) -> np.ndarray:
@@ -129,7 +150,9 @@ class SMCState:
     ``log_step``: The log of the common step size.
     ``root`` (dim, dim): A root of the particles' covariance.
     ``moved_from`` (N, dim): The particles when they were last drawn again, or kept.
-    ``moves``: The trajectories since.
+    ``moves``: The trajectories, or steps by the parabola, since.
+    ``by_parabola``: Whether steps are by the parabola; at ``log_inner`` is the log of their step
+        size, and ``parabola`` the last one.
     ``arrived`` (N, dim): The particles when they came to the posterior.
     ``log_evidence`` (NUM_ISLANDS,).
     ``kept``: The particles each time that they were kept at the posterior.
@@ -145,6 +168,9 @@ class SMCState:
     root: np.ndarray = field(init=False)
     moved_from: np.ndarray = field(init=False)
     moves: int = 0
+    by_parabola: bool = True
+    log_inner: float = math.log(FIRST_STEP)
+    parabola: Parabola | None = None
     arrived: np.ndarray = field(init=False)
     log_evidence: np.ndarray = field(default_factory=lambda: np.zeros(NUM_ISLANDS))
     kept: list[Evaluated] = field(default_factory=list)
@@ -155,7 +181,8 @@ class SMCState:
     ) -> SMCState:
         """Return particles at draws (N, dim) of the reference."""
         zeros = np.zeros(len(z))
-        state = cls(begun_at, theta, reference, Evaluated(z, zeros, zeros, 0 * z, 0 * z))
+        at = Evaluated(z, *[zeros] * 3, *[0 * z] * 3)
+        state = cls(begun_at, theta, reference, at)
         state.arrived = z
         state.measure_moves()
         return state
@@ -267,12 +294,12 @@ class TemperedSMC:
             finite = np.isfinite(log_p) & np.isfinite(log_q)
             state.exchanges += 1
             shown(float(log_mean(state.log_evidence)))
+            values = (log_q, 0.0), (log_p, LOST), (up.log_likelihood, LOST)
+            slopes = slope_q, slope_p, up.gradient
             return Evaluated(
                 np.asarray(down.z_G),
-                np.where(finite, log_q, 0.0),
-                np.where(finite, log_p, LOST),
-                np.where(finite[:, None], or_zero(slope_q), 0.0),
-                np.where(finite[:, None], or_zero(slope_p), 0.0),
+                *(np.where(finite, value, lost) for value, lost in values),
+                *(np.where(finite[:, None], or_zero(slope), 0.0) for slope in slopes),
             )
 
         last, goal = state.exchanges + max_exchanges, len(state.kept) + KEPT
@@ -282,19 +309,17 @@ class TemperedSMC:
                 raise NonFiniteError(NO_DENSITY, result=None, round=0, silos=())
             temper(state, random)
         while len(state.kept) < goal and state.exchanges < last:
-            step_size = math.exp(state.log_step)
-            leaps = int(np.clip(math.ceil(LENGTH / step_size), 1, MAX_LEAPS))
-            leaps = min(leaps, last - state.exchanges)
-            end, gain = trajectories(evaluate, state, step_size, leaps, random)
-            accepted = np.log(random.uniform(size=len(gain))) < gain
-            state.particles = Evaluated(
-                *(
-                    np.where(accepted.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-                    for new, old in zip(end, state.particles, strict=True)
-                )
-            )
-            rate = np.exp(np.minimum(gain, 0.0)).mean()
-            state.log_step = float(np.clip(state.log_step + GAIN * (rate - ACCEPTED), *LOG_STEPS))
+            end = self._by_parabola(evaluate, state, random) if state.by_parabola else None
+            if end is not None:
+                state.particles = end
+            else:
+                step_size = math.exp(state.log_step)
+                leaps = min(leaps_of(step_size), last - state.exchanges)
+                end, gain = trajectories(evaluate, state, step_size, leaps, random)
+                accepted = np.log(random.uniform(size=len(gain))) < gain
+                state.particles = end.where(accepted, state.particles)
+                rate = float(np.exp(np.minimum(gain, 0.0)).mean())
+                state.log_step = next_step(state.log_step, rate)
             state.moves += 1
             at_posterior = state.b >= 1
             enough = MOVED_AT_POSTERIOR if at_posterior else MOVED
@@ -306,6 +331,41 @@ class TemperedSMC:
                 state.measure_moves()
             else:
                 temper(state, random)
+
+    def _by_parabola(
+        self,
+        evaluate: Callable[[np.ndarray], Evaluated],
+        state: SMCState,
+        random: np.random.Generator,
+    ) -> Evaluated | None:
+        """Return particles after a step by the parabola, in one exchange; None without one."""
+        here, surrogate = state.particles, self.surrogate
+        # Particles that count have been moved by one and the same parabola.
+        if state.parabola is None or not state.kept:
+            state.parabola = surrogate.parabola(here.z[here.found], here.slope_l[here.found])
+        if state.parabola is None:
+            state.by_parabola = False
+            return None
+        z, given = here.z, (state.theta, state.reference, state.parabola, state.b)
+        for _ in range(MAX_CALLS):
+            step_size = math.exp(state.log_inner)
+            leaps = leaps_of(step_size)
+            z, rate = surrogate.move(*given, z, state.root, step_size, leaps, random)
+            state.log_inner = next_step(state.log_inner, rate)
+            if correlation(z, here.z) <= MOVED_AT_POSTERIOR:
+                break
+        end = evaluate(np.where(np.isfinite(z).all(1)[:, None], z, here.z))
+        moved, stayed = (at.log_l - surrogate.values(state.parabola, at.z) for at in (end, here))
+        gain = np.where(end.found & here.found, state.b * (moved - stayed), -np.inf)
+        gain = np.where(here.found, gain, np.where(end.found, np.inf, -np.inf))
+        accepted = np.log(random.uniform(size=len(gain))) < gain
+        state.by_parabola = bool(accepted.mean() >= LEAST_MOVED)
+        return end.where(accepted, here)
+
+    @cached_property
+    def surrogate(self) -> Surrogate:
+        """Return the server's programs for steps that cost no exchange."""
+        return Surrogate(Predictors.of(self.model), self.model.log_prior, self.log_q)
 
     def message(self, theta: Theta, z: np.ndarray) -> GlobalDraws:
         """Return the message to the silos: the points (N, dim) to evaluate."""
@@ -323,6 +383,16 @@ class TemperedSMC:
                 *jax.vmap(jax.value_and_grad(partial(self.log_q, theta, reference)))(z),
             )
         )
+
+
+def leaps_of(step_size: float) -> int:
+    """Return the number of leapfrog steps of a trajectory."""
+    return int(np.clip(math.ceil(LENGTH / step_size), 1, MAX_LEAPS))
+
+
+def next_step(log_step: float, rate: float) -> float:
+    """Return the log of the next step size, from the share of trajectories accepted by this one."""
+    return float(np.clip(log_step + GAIN * (rate - ACCEPTED), *LOG_STEPS))
 
 
 def trajectories(
@@ -375,7 +445,7 @@ def temper(state: SMCState, random: np.random.Generator) -> None:
         chosen.append(size * island + np.where(w[drawn] > 0, drawn, w.argmax()))
     index = np.concatenate(chosen)
     state.b, state.particles = b, Evaluated(*(a[index] for a in here))
-    state.arrived = state.particles.z
+    state.arrived, state.by_parabola = state.particles.z, True
     state.log_evidence = state.log_evidence + log_mean(log_weights)
     state.measure_moves()
 
