@@ -27,17 +27,21 @@ and in FedLap-Cov :math:`S_g` is its negative Hessian there: Laplace's method.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.basics.trees import all_finite
+from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.local.problem import AT_REST, Local, Problem, SiloPart, Solution, proper_step
 from numpyro_fed.numerics import expfam
 from numpyro_fed.numerics.gaussian import Curvature, symmetric
+from numpyro_fed.pvi.server import PartitionedVI
+from numpyro_fed.pvi.silo import ServerState
+from numpyro_fed.search.expand import derivatives
 
 MAX_STEPS = 100  # of Newton's method: a logistic regression takes some ten from a vague prior
 # Squared length of a step, in sds, at which the search ends: rounding in single precision.
@@ -71,9 +75,9 @@ class LaplaceAtSilo(Local):
             _, values = problem.log_lik(psi, silo_part, at_mean, True)
             return values.sum() + expfam.inner(problem.cavity, family.statistics(w))
 
-        def derivatives(w: Array) -> tuple[Array, Array, Array]:
-            value, g = jax.value_and_grad(objective)(w)
-            return value, g, -symmetric(jax.jacfwd(jax.grad(objective))(w))
+        def expand(w: Array) -> tuple[Array, Array, Array]:
+            found, _ = derivatives(lambda w: (objective(w), ()), w)
+            return found.value, found.gradient, found.curvature
 
         def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
             number, w, (value, g, A), _ = state
@@ -81,11 +85,11 @@ class LaplaceAtSilo(Local):
             direction = Curvature.of(A).positive(LEAST_EIGENVALUE).solve(g)
             least = value - jnp.finfo(value.dtype).eps * jnp.abs(value)
             moved, _ = proper_step(lambda at: objective(at) >= least, w, w + direction, 1.0)
-            return number + 1, moved, derivatives(moved), g @ direction
+            return number + 1, moved, expand(moved), g @ direction
 
         # Steps so far, place, derivatives there, and squared length of the last step.
         w: Array = family.centre(start)
-        first = jnp.zeros((), jnp.int32), w, derivatives(w), jnp.asarray(jnp.inf, w.dtype)
+        first = jnp.zeros((), jnp.int32), w, expand(w), jnp.asarray(jnp.inf, w.dtype)
         _, w, (_, g, A), length = jax.lax.while_loop(
             lambda state: (state[0] < MAX_STEPS) & (state[3] > SHORT), step, first
         )
@@ -97,3 +101,15 @@ class LaplaceAtSilo(Local):
         return Solution(
             family.from_derivatives(w, g, A), silo_part, length <= AT_REST**2, all_finite((g, A))
         )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FedLapRounds(PartitionedVI):
+    """The rounds of FedLap: those of PVI, with another first factor for the prior."""
+
+    remedy: ClassVar[str] = "start='mode', or a smaller rho"
+
+    def init_server(self, key: Array) -> ServerState:
+        # Before any silo has answered the prior may have no mode, or no curvature beside a kink.
+        by_draws = replace(self, prior_local=FixedPoint())
+        return super(FedLapRounds, by_draws).init_server(key)

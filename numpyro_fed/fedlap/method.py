@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from numpyro_fed.basics.errors import ModelError, is_number, one_of
-from numpyro_fed.fedlap.algorithm import LaplaceAtSilo
+from numpyro_fed.fedlap.algorithm import FedLapRounds, LaplaceAtSilo
 from numpyro_fed.guides.objectives import Objective
+from numpyro_fed.numerics.gaussian import FULL_COVARIANCE_UP_TO
 from numpyro_fed.posterior.built import Built
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.pvi.families import GAUSSIAN
 from numpyro_fed.pvi.method import PVI, Conjugate, PVISettings
 from numpyro_fed.pvi.recipes import Relative
-from numpyro_fed.pvi.server import PartitionedVI
-from numpyro_fed.rounds.schedules import Adaptive, Asynchronous, Spec, named
+from numpyro_fed.rounds.schedules import Adaptive, Spec
 from numpyro_fed.text.log_density import FederatedModel
 from numpyro_fed.text.plan import Plan
 
@@ -40,16 +40,17 @@ class FedLap(Relative):
     Parameters
     ----------
     model : callable
-        A NumPyro model with :class:`~numpyro_fed.silo_plate`. Globals are Gaussian in unconstrained
-        space, or have a factor of the server's own for their prior, as in :class:`PVI`.
-    covariance : {"auto", "full", "diagonal", "fixed"}
-        ``"full"`` or ``"diagonal"``: FedLap-Cov, and ``"auto"`` is full up to 300 globals.
-        ``"fixed"``: FedLap, whose precision stays that of the start, and :math:`V_k` as it was.
-        **From the prior** (``start=None``) **that is no posterior**: the mean alone is the pooled
-        mode, and spreads are those of the prior.
+        A NumPyro model with :class:`~numpyro_fed.silo_plate`, and up to 300 globals. They are
+        Gaussian in unconstrained space, or have a factor of the server's own for their prior, as in
+        :class:`PVI`.
+    covariance : {"full", "diagonal", "fixed"}
+        ``"full"`` or ``"diagonal"``: FedLap-Cov. ``"fixed"``: FedLap, whose precision stays that of
+        the start, and :math:`V_k` as it was; it needs a Gaussian prior and a model without
+        parameters. **From the prior** (``start=None``) **that is no posterior**: the mean alone is
+        the pooled mode, and spreads are those of the prior.
     rho : "auto" or float
-        The damping of the dual variables, in (0, 1]; ``"auto"`` is one over the number of silos at
-        work at once. A change that would make the posterior improper is taken in part.
+        The damping of the dual variables, from 1e-6 to 1; ``"auto"`` is one over the number of
+        silos at work at once. A change that would make the posterior improper is taken in part.
     schedule : str or one of numpyro_fed.schedules
         As for :class:`PVI`, but for ``"asynchronous"``.
     objective : Quadrature, optional
@@ -69,13 +70,15 @@ class FedLap(Relative):
     ------
     ModelError
         For a site whose family is not Gaussian, and for rows with latents that only a guide
-        reaches, by name.
+        reaches, by name; for more than 300 globals.
 
     Notes
     -----
     Departures from the paper: the prior is the model's, where the paper has an isotropic one; a
     full covariance has the exact Hessian; the mode is found by Newton's method, where the paper
-    takes steps of Adam.
+    takes steps of Adam. The server finds the factor of a prior that is not Gaussian by Laplace's
+    method too, but for the first one of ``start=None``, which is that of :class:`PVI`: without data
+    a prior may have no mode, or no curvature beside a kink.
 
     References
     ----------
@@ -96,7 +99,7 @@ class FedLap(Relative):
     (2.994, 0.1996)
     """
 
-    covariance: str = field(default="auto", kw_only=True)
+    covariance: str = field(default="full", kw_only=True)
     rho: str | float = field(default="auto", kw_only=True)
     schedule: str | Spec = field(default="synchronous", kw_only=True)
     objective: Objective | None = field(default=None, kw_only=True)
@@ -104,22 +107,17 @@ class FedLap(Relative):
     evidence_draws: int = field(default=32, kw_only=True)
 
     def __post_init__(self) -> None:
-        one_of("covariance", self.covariance, "auto", "full", "diagonal", "fixed")
-        if isinstance(named(self.schedule), Asynchronous):
-            raise ValueError(
-                "schedule='asynchronous': dual variables belong to the posterior that their silo "
-                "was sent last. Use 'synchronous' or schedules.Random(size), or nf.PVI."
-            )
-        if self.rho != "auto" and not (is_number(self.rho) and 0 < self.rho <= 1):
-            raise ValueError(f"rho must be 'auto' or a number in (0, 1], got {self.rho!r}.")
-        self.pvi()  # checks the other settings
+        one_of("covariance", self.covariance, "full", "diagonal", "fixed")
+        if self.rho != "auto" and not (is_number(self.rho) and 1e-6 <= self.rho <= 1):
+            raise ValueError(f"rho must be 'auto' or a number from 1e-6 to 1, got {self.rho!r}.")
+        super().__post_init__()
 
     def pvi(self, fm: FederatedModel | None = None, plan: Plan | None = None) -> PVI:
         return PVI(
             self.model,
             schedule=self.schedule,
             damping="auto" if isinstance(self.rho, str) else Adaptive(self.rho),
-            family="auto" if self.covariance == "fixed" else self.covariance,
+            family="full" if self.covariance == "fixed" else self.covariance,
             local=LaplaceAtSilo(curvature=self.covariance != "fixed"),
             objective=self.objective,
             start=self.start,
@@ -128,7 +126,25 @@ class FedLap(Relative):
         )
 
     def prepare(self, fm: FederatedModel) -> Conjugate:
+        if fm.dim > FULL_COVARIANCE_UP_TO:
+            raise ModelError(
+                f"FedLap takes up to {FULL_COVARIANCE_UP_TO} globals, as each step of a silo's "
+                f"search has their whole Hessian, and this model has {fm.dim}. Use nf.PVI or "
+                "nf.BayesADMM with start=None."
+            )
+        if self.covariance == "fixed" and (params := fm.named("param")):
+            raise ModelError(
+                f"the parameter '{params[0].name}' is learnt from the spread of the posterior, "
+                "which covariance='fixed' does not find. Use covariance='full' or 'diagonal', or "
+                "give the parameter a prior."
+            )
         prepared = super().prepare(fm)
+        if self.covariance == "fixed" and prepared[0].prior_outside is not None:
+            raise ModelError(
+                "the prior is not Gaussian in unconstrained space, so that its own curvature is "
+                "renewed in each round and no precision is fixed. Use covariance='full' or "
+                "'diagonal'."
+            )
         if other := [name for name in prepared[0].family.members if name != GAUSSIAN]:
             raise ModelError(
                 f"the prior of the global site '{other[0]}' is not Gaussian in unconstrained "
@@ -149,9 +165,9 @@ class FedLap(Relative):
         return settings
 
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: Conjugate) -> Built:
-        def rounds(**parts: Any) -> PartitionedVI:
+        def rounds(**parts: Any) -> FedLapRounds:
             # The prior's part outside of the family, too, by Laplace's method.
-            return PartitionedVI(**{**parts, "prior_local": LaplaceAtSilo()})
+            return FedLapRounds(**{**parts, "prior_local": LaplaceAtSilo()})
 
         self.settings_for(fm, plan)
         return self.pvi(fm, plan).assemble(fm, plan, prepared, rounds)

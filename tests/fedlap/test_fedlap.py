@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import models
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pvi_problems as p
 import pytest
 from apart import Apart
@@ -117,6 +119,38 @@ def test_a_prior_outside_of_the_family_is_approximated_by_the_same_method():
     np.testing.assert_allclose(sd, np.sqrt(np.diagonal(np.linalg.inv(mode.curvature))), rtol=1e-3)
 
 
+def laplace_prior(x, y):
+    b = numpyro.sample("b", dist.Laplace(0, 1).expand([2]).to_event(1))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ b, 0.7), obs=y)
+
+
+def effects_and_their_scale(x, y):
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    b = numpyro.sample("b", dist.Normal(0, tau).expand([2]).to_event(1))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ b, 0.7), obs=y)
+
+
+@pytest.mark.parametrize("model", slow_but([laplace_prior, effects_and_their_scale], 0))
+def test_a_prior_without_curvature_or_mode_of_its_own_is_no_obstacle_to_a_start_at_it(model):
+    r = np.random.default_rng(0)
+    x = r.normal(size=(90, 2))
+    y = x @ [1.0, -0.5] + 0.7 * r.normal(size=90)
+    silos = cut(dict(x=x, y=y), (30, 30, 30))
+    result = nf.FedLap(model, rho=1.0, evidence_draws=1).run(KEY, 10, silos, **QUIET)
+    assert result.settled
+    # Beside the kink the prior pulls towards zero, with a slope of one, and adds no curvature.
+    precision = x.T @ x / 0.49
+    mean = np.linalg.solve(precision, x.T @ y / 0.49 - [1, -1])
+    q = result.posterior()["b"]
+    if model is laplace_prior:
+        np.testing.assert_allclose(q.mean, mean, atol=1e-6)
+        np.testing.assert_allclose(q.precision_matrix, precision, rtol=1e-6)
+    else:
+        np.testing.assert_allclose(q.mean, mean, atol=0.02)
+
+
 @pytest.mark.slow
 def test_rows_with_a_latent_are_integrated_and_a_scale_has_a_factor_of_the_servers():
     """Where a search for the mode leads, a round changes nothing."""
@@ -132,9 +166,16 @@ def test_rows_with_a_latent_are_integrated_and_a_scale_has_a_factor_of_the_serve
     np.testing.assert_array_less(np.abs(centre - mode.z_G), 0.1 * sd)
 
 
+def with_parameter(y):
+    scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, scale), obs=y)
+
+
 def test_what_it_does_not_take_is_refused_by_name():
-    for rho in ("mean", 2.0):
-        with pytest.raises(ValueError, match=r"rho must be 'auto' or a number in \(0, 1\]"):
+    for rho in ("mean", 2.0, 0.0, 1e-320, np.nan):
+        with pytest.raises(ValueError, match="rho must be 'auto' or a number from 1e-6 to 1, got"):
             nf.FedLap(p.logistic, rho=rho)
     with pytest.raises(ValueError, match=r"'asynchronous'.*nf\.PVI"):
         nf.FedLap(p.logistic, schedule="asynchronous")
@@ -142,5 +183,14 @@ def test_what_it_does_not_take_is_refused_by_name():
     with pytest.raises(nf.ModelError, match="'rate' is not Gaussian"):
         nf.FedLap(model).run(KEY, 1, [rows], **QUIET)
     rows = {"x": np.zeros((3, 4, 2)), "y": np.zeros((3, 4))}
+    many = (models.logistic(301), dict(x=np.zeros((3, 301)), y=np.zeros(3)))
+    with pytest.raises(nf.ModelError, match=r"up to 300 globals.*has 301\. Use nf\.PVI"):
+        nf.FedLap(many[0]).run(KEY, 1, [many[1]], **QUIET)
+    fixed = dict(covariance="fixed")
+    with pytest.raises(nf.ModelError, match=r"parameter 'scale' is learnt from the spread"):
+        nf.FedLap(with_parameter, **fixed).run(KEY, 1, [dict(y=np.zeros(3))], **QUIET)
+    two = dict(x=np.zeros((3, 2)), y=np.zeros(3))
+    with pytest.raises(nf.ModelError, match=r"prior is not Gaussian.*no precision is fixed"):
+        nf.FedLap(laplace_prior, **fixed).run(KEY, 1, [two], **QUIET)
     with pytest.raises(nf.ModelError, match=r"'child' has parameters or latents.*start='mode'"):
         nf.FedLap(p.glmm_inside).run(KEY, 1, [rows], **QUIET)
