@@ -11,6 +11,9 @@ the globals after these steps, and the server replaces its own by an average. Wh
 the mode, steps and average are in coordinates in which the posterior is about standard, so that
 units do not matter.
 
+A silo's local guides follow its own guide of the globals, and lag behind the average of all. In
+rounds of ``locals_only`` silos take their steps on these alone, and the globals stay.
+
 Two differences from the paper: silos keep the state of their optimiser from round to round, so that
 a single silo with one local step is SFVI; and weights may be the silos' numbers of rows.
 """
@@ -170,6 +173,7 @@ class Averaging(GradientAlgorithm):
     aggregation: Aggregation
     local_steps: int
     by_rows: bool
+    locals_only: bool = False
 
     def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:
         exchange = Exchange(
@@ -233,6 +237,8 @@ class Averaging(GradientAlgorithm):
         guide = replies.up.guide if gathered else mean(replies.up.guide)
         eta = self.aggregation.average(guide, weights, state.params.guide)
         params = SharedParams(eta, mean(replies.up.theta))
+        if self.locals_only:
+            params = state.params  # as all silos have sent them back, but for rounding
         loss = -mean(replies.up.bound)
         course = convergence.update(state.course, loss, params, whitened=self.starts_from_point)
         after = state._replace(params=params, course=course)
@@ -274,7 +280,8 @@ class Averaging(GradientAlgorithm):
                 self.step_noise(key_rows, start),
             )
             pair, value = jax.grad(objective, (0, 1), has_aux=True)(shared, silo_params, eps)
-            shared, shared_opt = ascend(self.optim, pair[0], shared_opt, shared)
+            if not self.locals_only:
+                shared, shared_opt = ascend(self.optim, pair[0], shared_opt, shared)
             silo_params, silo_opt = ascend(self.optim, pair[1], silo_opt, silo_params)
             return (shared, shared_opt, silo_params, silo_opt), value
 

@@ -104,6 +104,7 @@ class AveragingSettings(GradientSettings):
     local_steps: int
     aggregate: str
     by_rows: bool
+    locals_only: bool
 
 
 Settings = TypeVar("Settings", bound=GradientSettings)
@@ -418,6 +419,10 @@ class SFVIAvg(GradientMethod[AveragingSettings]):
         ``"rows"`` takes one more exchange before the first round, in which numbers of rows are
         added up. A full Wasserstein barycenter also needs each silo's own number in the rounds; if
         that must not leave a silo, use ``"even"`` or another average.
+    locals_only : bool
+        Whether silos step on their own latents' guides alone, given the globals as they are. These
+        guides follow a silo's own globals in a round, and lag behind the average, the farther the
+        less alike silos are: a few such rounds from ``init_state=result.state`` end a run.
     optim : optax.GradientTransformation, optional
         By default Adam, whose step falls to 1e-4 within each round: from 0.2 for the centre of the
         globals, 0.01 for the rest of all guides, 0.02 for other parameters, in coordinates in which
@@ -469,6 +474,7 @@ class SFVIAvg(GradientMethod[AveragingSettings]):
     local_steps: int = field(default=500, kw_only=True)
     aggregate: str = field(default="wasserstein", kw_only=True)
     weights: str = field(default="rows", kw_only=True)
+    locals_only: bool = field(default=False, kw_only=True)
     start: str | None = field(default="mode", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -520,6 +526,11 @@ class SFVIAvg(GradientMethod[AveragingSettings]):
                 "all of them: SFVIAvg weighs each silo's rows as if all were like them. Use SFVI "
                 "or PVI, or take the parameter out of the silo_plate."
             )
+        if self.locals_only and not any(p.dim for p in fm.plates):
+            raise ModelError(
+                "locals_only=True: the model has no latents in a silo_plate, so that silos would "
+                "have nothing to step on."
+            )
         guide = resolve_guide(self._spec(fm), fm, dict(plan.largest), dict(plan.total))
         start = start_kind(self.start, fm, wide=guide.globals == "diagonal")
         start = None if uses_amortised(self.guide) else start
@@ -528,6 +539,7 @@ class SFVIAvg(GradientMethod[AveragingSettings]):
             local_steps=self.local_steps,
             aggregate=self.aggregate,
             by_rows=self.weights == "rows" and self.aggregate != "product",
+            locals_only=self.locals_only,
         )
 
     def _spec(self, fm: FederatedModel) -> Structured:
@@ -557,4 +569,5 @@ class SFVIAvg(GradientMethod[AveragingSettings]):
             aggregation=Aggregation(self.aggregate, diagonal, plan.num_silos),
             local_steps=self.local_steps,
             by_rows=settings.by_rows,
+            locals_only=settings.locals_only,
         )

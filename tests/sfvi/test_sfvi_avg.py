@@ -257,6 +257,39 @@ def test_runtimes_agree_and_runs_go_on(start):
 
 
 @pytest.mark.slow
+def test_locals_alone_come_to_the_average_and_the_globals_stay():
+    """A silo's effect, given the average, is that of a normal model with its globals known."""
+
+    def effects(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with nf.silo_plate("silo", 1):
+            b = numpyro.sample("b", dist.Normal(mu, 1))
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Normal(b[0], 1), obs=y)
+
+    silos = [dict(y=np.full(4, mean)) for mean in (-3.0, 1.0, 5.0)]
+    common = dict(local_steps=100, weights="even", start=None)
+    first = nf.SFVIAvg(effects, **common).run(KEY, 2, silos, progress_bar=False)
+    alone = nf.SFVIAvg(effects, locals_only=True, **common)
+    found = alone.run(KEY, 20, silos, init_state=first.state, progress_bar=False)
+    jax.tree.map(
+        np.testing.assert_array_equal, found.state.server.params, first.state.server.params
+    )
+    mu = found.sample_posterior(KEY, 4_000)["mu"]
+    for j, mean in enumerate((-3.0, 1.0, 5.0)):
+        draws = found.sample_posterior(KEY, 4_000, silo=j)
+        # Of four rows and the prior: (4 mean + mu) / 5, with a precision of 5.
+        expected = (4 * mean + mu.mean()) / 5
+        assert draws["b"].mean() == pytest.approx(expected, abs=0.1)
+        before = first.sample_posterior(KEY, 4_000, silo=j)["b"].mean()
+        assert abs(draws["b"].mean() - expected) < abs(before - expected)
+
+
+def test_locals_alone_need_locals():
+    with pytest.raises(ModelError, match="locals_only=True: the model has no latents"):
+        nf.SFVIAvg(regression, locals_only=True).run(KEY, 1, rows([5, 5]), progress_bar=False)
+
+
 def test_the_weight_of_all_silos_is_their_rows():
     settings = dict(local_steps=1, start=None)
     of_rows = nf.SFVIAvg(glmm, **settings)
