@@ -78,7 +78,8 @@ class FedLap(Relative):
     full covariance has the exact Hessian; the mode is found by Newton's method, where the paper
     takes steps of Adam. The server finds the factor of a prior that is not Gaussian by Laplace's
     method too, but for the first one of ``start=None``, which is that of :class:`PVI`: without data
-    a prior may have no mode, or no curvature beside a kink.
+    a prior may have no mode, or no curvature beside a kink. A pooled mode that lies at a kink is
+    not found, and the result says that the server's factor has not converged.
 
     References
     ----------
@@ -94,7 +95,7 @@ class FedLap(Relative):
     ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
     >>> silos = [dict(y=np.array([1.0, 2.0])), dict(y=np.array([3.0, 4.0, 5.0]))]
     >>> fedlap = nf.FedLap(model, rho=1.0)
-    >>> mu = fedlap.run(jax.random.key(0), 1, silos, progress_bar=False).posterior()["mu"]
+    >>> mu = fedlap.run(jax.random.key(0), 2, silos, progress_bar=False).posterior()["mu"]
     >>> round(float(mu.mean), 3), round(float(mu.variance), 4)
     (2.994, 0.1996)
     """
