@@ -36,7 +36,7 @@ from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.keys import typed_key
 from numpyro_fed.rounds.messages import SEARCH
 from numpyro_fed.rounds.progress import StageBar, in_sight
-from numpyro_fed.rounds.secure_sums import LEAST_HIDING
+from numpyro_fed.rounds.secure_sums import HOW_SINGLE
 from numpyro_fed.rounds.silos import on_device
 from numpyro_fed.search.expand import effects_of, flat_size
 from numpyro_fed.search.lbfgs import LBFGSSearch
@@ -54,6 +54,7 @@ TELLS_ONE = (
     "The fit does not begin again without it, since replies are added up: the sum over all silos "
     "less that over the others would be its reply, and a sum over two is no secret of theirs."
 )
+
 # One thread at a time: warnings.catch_warnings, by which a fit collects what its stages warn of,
 # acts on all threads of a process.
 _LOCK = threading.RLock()
@@ -184,6 +185,8 @@ class FitCall:
                     f"the fit is one of {len(self.silos)} silos in other processes: pass a "
                     "Federation of these, in the same order, and of the new one after them."
                 )
+            if silo.secure_sum:
+                raise DataError(_tells(label(len(self.silos), silo.silo_names), "with"))
             return replace(self, silos=silo)
         if isinstance(silo, Federation):
             raise DataError("the fit is one of silos in this process: pass the new silo's dict.")
@@ -201,6 +204,8 @@ class FitCall:
         """Return the call without a silo."""
         others = [i for i in range(len(self.silos)) if i != j]
         if isinstance(self.silos, Federation):
+            if self.silos.secure_sum:
+                raise DataError(_tells(label(j, self.silos.silo_names), "without"))
             return replace(self, silos=self.silos.of(others))
         if isinstance(self.silos, Mapping):
             left = {name: data for i, (name, data) in enumerate(self.silos.items()) if i != j}
@@ -224,7 +229,7 @@ class FitCall:
                 left = [j for i, j in enumerate(left) if i not in error.silos]
                 if 2 * len(left) <= len(federation):
                     raise
-                if federation.secure_sum and (call.silos.has_summed or len(left) < LEAST_HIDING):
+                if federation.secure_sum and not federation.hides_with(left):
                     error.add_note(TELLS_ONE)
                     raise
                 away = [j for j in range(len(federation)) if j not in left]
@@ -272,6 +277,14 @@ class FitCall:
                     ".state is an init_state to go on from.",
                     result=reached,
                 ) from error
+
+
+def _tells(who: str, how: str) -> str:
+    """Return why a fit of sums is not made again with one silo more, or without one."""
+    return (
+        f"the fit is not made again {how} {who}: where replies are added up, the sum over all "
+        f"silos less that over the others is its own reply, which nobody is to see. {HOW_SINGLE}"
+    )
 
 
 def find_mode(

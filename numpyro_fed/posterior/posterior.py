@@ -474,7 +474,8 @@ class Posterior(AveragesOverRows, FunctionsOfDraws):
         Raises
         ------
         DataError
-            If the silo's data do not suit the model, or the fit has no data (loaded without them).
+            If the silo's data do not suit the model, or the fit has no data (loaded without them);
+            and over secure sums, of which two would tell the new silo's reply.
 
         Notes
         -----
@@ -517,7 +518,8 @@ class Posterior(AveragesOverRows, FunctionsOfDraws):
         Raises
         ------
         DataError
-            If there is no such silo, or no other one; or if the fit was loaded without data.
+            If there is no such silo, or no other one; if the fit was loaded without data; and over
+            secure sums: the sum over all less that over the others would be the silo's reply.
         """
         silo, number = silo_number(silo, self.run_behind), self.run_behind.num_silos
         if not 0 <= silo < number:

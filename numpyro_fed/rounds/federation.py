@@ -46,7 +46,7 @@ from numpyro_fed.rounds.messages import (
     read,
     write,
 )
-from numpyro_fed.rounds.secure_sums import KEYS, LEAST_HIDING, PEERS, SECURE, Terms
+from numpyro_fed.rounds.secure_sums import KEYS, LEAST_HIDING, PEERS, SECURE, SummedGroups, Terms
 
 # Seconds between two tries to reach a silo: the first is short, since most failures are, and a silo
 # that restarts is found within the last.
@@ -97,10 +97,11 @@ class Federation:
         with an error, from which the same script goes on. With ``"reweight"`` rounds of SFVI scale
         the sum over the others up. With ``"leave_out"`` :func:`numpyro_fed.fit` begins again with
         the others, if they are more than half: the posterior is that of their data, and its verdict
-        says so. Where replies are added up that is until the first sum alone, and for three silos
-        or more: the difference of two sums would be the reply of a silo. Rounds of PVI go on in any
-        case, since the factor of a silo that is away stays as it is; under sums while three silos
-        are left.
+        says so. With ``privacy=`` it ends with the error, since a budget would be spent twice.
+        Where replies are added up, a fit begins again only before the first sum and with three
+        silos or more, and later fits of the federation are over the same ones: the difference of
+        two sums would be the reply of a silo. Rounds of PVI go on in any case, since the factor of
+        a silo that is away stays as it is; under sums while three silos are left.
     state : str or Path, optional
         A folder in which all replies are kept. The same script with the same folder goes on where
         it has ended, in a new process too: it is given the replies so far, and asks silos only for
@@ -182,7 +183,9 @@ class Federation:
         self._state, self._most_at_once = None if state is None else Path(state), at_once
         self._engine, self.names, self.patience = engine, dict(names or {}), patience
         self.num_silos = engine.num_silos
-        self._numbers: Sequence[int] = range(self.num_silos)  # by which the log knows the silos
+        # By which the log knows the silos, and the sums of all parts.
+        self._numbers: Sequence[int] = range(self.num_silos)
+        self._summed = SummedGroups(self.num_silos)
         self._nothing_else = secure_sum is True
         if secure_sum is None:
             elsewhere = not getattr(engine, "in_process", False)
@@ -253,13 +256,16 @@ class Federation:
         )
         part._nothing_else = self._nothing_else
         part._numbers = [self._numbers[j] for j in numbers]
+        part._summed = self._summed
         part._silo_keys |= {i: known[j] for i, j in enumerate(numbers) if j in known}
         return part
 
-    @property
-    def has_summed(self) -> bool:
-        """Whether a sum was asked for: that over fewer silos would tell the part of the others."""
-        return self._num_sums > 0
+    def hides_with(self, who: Sequence[int]) -> bool:
+        """Return whether a sum over all of some silos tells no reply beside those before it.
+
+        Sums count that this federation, its parts, or that of which it is a part have formed.
+        """
+        return self._summed.hide_with(self._numbers[j] for j in who)
 
     def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
         """Return the object of this name, made at its first use."""
@@ -410,6 +416,8 @@ class Federation:
             self._ask_all(PEERS, [json.dumps(one, sort_keys=True) for one in told])
             self._cached["keys"] = keys
         self._num_sums += 1
+        if len(who) == self.num_silos:
+            self._summed.add(self._numbers)
         return {j: Terms(at_silo(session, j), self._num_sums, tuple(sorted(who))) for j in who}
 
     def _ask_all(self, exchange: str, settings: Sequence[str], method: str = "") -> list[bytes]:

@@ -160,6 +160,15 @@ class Channel:
                 silos=tuple(who),
                 exchange=exchange.name,
             )
+        if secure and len(who) == self.num_silos and not self.federation.hides_with(who):
+            raise SumError(
+                f"would be over {len(who)} silos: with sums over others, which this federation has "
+                "formed before, it would tell the reply of one silo, or the sum over two. Ask the "
+                "same silos as before, by Federation.of([...]); or ask for single replies. "
+                f"{HOW_SINGLE}",
+                silos=tuple(who),
+                exchange=exchange.name,
+            )
         self.num_asked += 1
         number, (before, sent, sums, come) = self.next_number(who, mark), self._unfinished
         asked = {

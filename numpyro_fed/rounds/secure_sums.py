@@ -8,8 +8,9 @@ the weight, one array of masked words. ``ok`` stays as it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,55 @@ def least_summed(num_silos: int) -> int:
     Sums of the same replies over each two of three silos would tell the reply of each.
     """
     return LEAST_HIDING if num_silos >= LEAST_HIDING else MIN_SUMMED
+
+
+class SummedGroups:
+    """The groups over which a federation and its parts have formed sums of what all were asked.
+
+    What a silo answers may depend on its data and the place asked alone, as in a search or for
+    weights. Then a sum over four silos less that over three is the reply of one. So a further group
+    is refused if sums over it and those before could be combined to fewer than three silos.
+
+    Groups of rounds that go on without a silo, or that take some silos by a schedule, are not
+    counted: each round begins where the last one has led, so that no two ask for the same replies,
+    and a fit could not go on. Near the end replies are nearly the same: a silo that comes back to
+    others that have settled is seen nearly alone. Its owner forbids that by ``min_silos``.
+    """
+
+    def __init__(self, num_silos: int):
+        self.num_silos = num_silos
+        self._groups = set[frozenset[int]]()
+
+    def add(self, group: Iterable[int]) -> None:
+        """Note a group over which a sum is formed."""
+        self._groups.add(frozenset(group))
+
+    def hide_with(self, group: Iterable[int]) -> bool:
+        """Return whether sums over one more group, with those before, tell of three silos or more.
+
+        Examples
+        --------
+        >>> from numpyro_fed.rounds.secure_sums import SummedGroups
+        >>> groups = SummedGroups(7)
+        >>> groups.add([0, 1, 2]), groups.add([3, 4, 5])
+        (None, None)
+        >>> groups.hide_with([0, 1, 2, 3]), groups.hide_with(range(6)), groups.hide_with(range(7))
+        (False, True, False)
+        """
+        groups = [*self._groups | {frozenset(group)}]
+        if self.num_silos < LEAST_HIDING:
+            return True
+        member = np.array([[j in one for j in range(self.num_silos)] for one in groups], float)
+        rank = np.linalg.matrix_rank(member)
+        # A combination of sums is over two silos if without these there is one combination less.
+        # Of three silos in the same groups two are never enough.
+        _, kind, number = np.unique(member, axis=1, return_inverse=True, return_counts=True)
+        rare = np.flatnonzero(number[kind.ravel()] < LEAST_HIDING)
+        size = min(len(rare), LEAST_HIDING - 1)
+        return all(
+            np.linalg.matrix_rank(np.delete(member, few, axis=1)) == rank
+            for few in combinations(rare.tolist(), size)
+        )
 
 
 class Terms(NamedTuple):

@@ -23,7 +23,7 @@ from numpyro_fed.network import InMemory
 from numpyro_fed.network.silo_sums import SecureSums, Session
 from numpyro_fed.privacy.masks import Greeting, KeyPair
 from numpyro_fed.rounds.messages import Question, read, write
-from numpyro_fed.rounds.secure_sums import MASKED, SUM, Terms
+from numpyro_fed.rounds.secure_sums import MASKED, SUM, SummedGroups, Terms
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -619,4 +619,88 @@ def test_a_silo_refuses_to_mask_what_is_not_added_up():
     before = len(engine.crossed)
     with pytest.raises(SumError, match="needs the reply of each silo"):
         _ = run.silos
+    assert len(engine.crossed) == before
+
+
+# --- sums over other silos -------------------------------------------------------------------
+
+
+FOUR = (16,) * 4
+
+
+def test_no_two_sums_differ_by_a_silo():
+    """The difference of sums over a part and the whole would be the reply of a silo."""
+    engine = Listening(silos_of(numbers(FOUR)))
+    there = secure(engine, at_once=1)
+    SFVI.run(KEY, 1, there.of([0, 1, 2]), **QUIET)
+    before = len(engine.masked)
+    with pytest.raises(SumError, match=r"over 4 silos: .* reply of one silo.*Federation\.of"):
+        SFVI.run(KEY, 1, there, **QUIET)
+    assert len(engine.masked) == before
+    for silos, hide in (((0, 1, 2), True), ((2, 0, 1), True), ((1, 2, 3), False), ((0, 1), False)):
+        assert there.hides_with(silos) == hide
+
+
+def test_parts_of_parts_and_combinations_of_sums_count():
+    groups = SummedGroups(9)
+    groups.add((0, 1, 2, 3))
+    groups.add((4, 5, 6, 7))
+    # In the union each part is known; and silo 8 is all that is new in the sum over nine.
+    assert groups.hide_with(range(8))
+    assert not groups.hide_with(range(9))
+    assert not groups.hide_with((1, 2, 3))
+    assert not groups.hide_with((0, 1))
+    assert groups.hide_with((0, 1, 2, 3))
+    there = secure(Listening(silos_of(numbers(FOUR))))
+    part = there.of([3, 2, 1])
+    part.of([1, 0, 2]).sum_terms([0, 1, 2])
+    assert not there.hides_with(range(4))
+    assert part.hides_with(range(3))
+    many = SummedGroups(255)
+    many.add(range(200))
+    assert many.hide_with(range(203))
+    assert not many.hide_with(range(202))
+    assert SummedGroups(2).hide_with((0, 1))
+
+
+@pytest.mark.slow
+def test_rounds_that_go_on_without_a_silo_do_not_end_what_follows(double):
+    """PVI without a silo for a round, and then the weights of draws over all."""
+    engine = Leaves(silos_of(numbers(FOUR)), {1: {1}})
+    found = PVI.run(KEY, 2, secure(engine, patience=0.02), **QUIET)
+    groups = {read_record(Terms, read(m).head[SUM]).group for _, m, _ in engine.masked}
+    assert groups == {(0, 1, 2, 3), (0, 2, 3)}
+    assert np.isfinite(nf.importance_correct(KEY, found, 100).log_evidence)
+
+
+class Away(Listening):
+    in_process, away = False, True
+
+    def send(self, silo, message, timeout):
+        if silo == 3 and self.away:
+            raise ConnectionRefusedError
+        return super().send(silo, message, timeout)
+
+
+def test_a_silo_that_was_left_out_and_is_back_is_not_told_by_a_second_fit(double):
+    engine = Away(silos_of(numbers(FOUR)))
+    there = nf.Federation(engine, names=NAMES, missing="leave_out", patience=0.02, at_once=1)
+    with pytest.warns(nf.ConvergenceWarning, match="no answer from silo 3"):
+        found = nf.fit(KEY, normal, there, **QUIET)
+    assert found.silo_names == ("0", "1", "2")
+    assert there.hides_with([0, 1, 2])  # again without it the sums are over the same silos
+    engine.away = False
+    with pytest.raises(SumError, match=r"the reply of one silo.*Federation\.of"):
+        nf.fit(KEY, normal, there, **QUIET)
+
+
+def test_a_fit_of_sums_is_not_made_again_with_or_without_a_silo(double):
+    engine = Listening(silos_of(numbers(FOUR)))
+    fitted = nf.fit(KEY, normal, secure(engine, at_once=1), **QUIET)
+    before = len(engine.crossed)
+    with pytest.raises(DataError, match=r"without silo 3: .*secure_sum=False.*policy"):
+        fitted.remove(KEY, 3)
+    more = secure(Listening(silos_of(numbers((16,) * 5))), at_once=1)
+    with pytest.raises(DataError, match=r"with silo 4: .*its own reply.*secure_sum=False"):
+        fitted.add(KEY, more)
     assert len(engine.crossed) == before
