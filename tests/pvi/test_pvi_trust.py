@@ -280,6 +280,26 @@ def test_the_servers_factor_has_draws_enough_for_many_globals():
     np.testing.assert_allclose(sd[1:] / b_sd, 1.0, atol=0.1)
 
 
+@pytest.mark.parametrize("covariance, dim, draws", [("full", 310, 1244), ("diagonal", 310, 64)])
+def test_a_fixed_point_draws_enough_for_the_family(covariance, dim, draws):
+    """Four for each statistic of a coordinate: fewer than ``dim`` have a singular covariance."""
+    family, asked = expfam.gaussian(dim, covariance), []
+
+    def noise(key, n, batch):
+        asked.append(n)
+        return LocalNoise(family.noise(key, n), {}, None)
+
+    def log_lik(psi, own, noise, plain):
+        z = jax.vmap(family.draw, (None, 0))(psi, noise.globals)
+        return z, -(z**2).sum(1)
+
+    cavity = family.fit(lambda z: -0.5 * z @ z)
+    start = family.ordinary(cavity)
+    problem = Problem(family, cavity, start, (), noise, log_lik, None, 0, None)
+    jax.eval_shape(lambda key: FixedPoint().solve(problem, key), KEY)
+    assert asked[0] == draws
+
+
 @pytest.mark.slow
 def test_a_factor_of_the_servers_that_has_not_converged_is_reported(monkeypatch):
     put_in_place(monkeypatch, "factor_for_the_prior", lambda: LBFGS(steps=1))
