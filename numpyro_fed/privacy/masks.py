@@ -199,11 +199,11 @@ def stream(key: bytes, purpose: bytes, size: int) -> np.ndarray:
     # A key of its own for each purpose, so that the counter of the cipher can begin at zero.
     own = _crypto("kdf.hkdf").HKDFExpand(hashes.SHA256(), 32, purpose).derive(key)
     cipher = ciphers.Cipher(ciphers.algorithms.ChaCha20(own, bytes(16)), mode=None).encryptor()
-    words, nothing = np.empty(size, np.dtype("<u8")), bytes(AT_ONCE)
+    whole, nothing = np.empty(8 * size, np.uint8), bytes(AT_ONCE)
     # In pieces that stay in a cache, which takes a quarter of the time.
-    whole = memoryview(words).cast("B") if size else b""
     for first in range(0, len(whole), AT_ONCE):
         cipher.update_into(nothing[: len(whole) - first], whole[first:])
+    words = whole.view(np.dtype("<u8"))
     return words if sys.byteorder == "little" else words.astype(np.uint64)
 
 
