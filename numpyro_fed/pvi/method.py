@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import optax
@@ -453,11 +453,11 @@ class PVI(RowMethod[PVIResult, Conjugate]):
             return result
         # Such a run would return the prior as if it were a posterior.
         if run.failure is None and result.nothing_accepted:
-            assert compiled.built.factors is not None
+            remedy = cast(PartitionedVI, compiled.built.factors).remedy
             raise NonFiniteError(
                 f"no update of the {rounds} rounds could be taken, and what the silos know counts "
                 f"for nothing:\n{result.report()}\nWhat it began with is in the error's "
-                f".result. {REMEDY} {compiled.built.factors.remedy}.",
+                f".result. {REMEDY} {remedy}.",
                 result=result,
                 round=int(run.state.round) - 1,
                 silos=tuple(np.unique(visits[status >= Status.NON_FINITE]).tolist()),
