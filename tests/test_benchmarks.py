@@ -195,6 +195,6 @@ def test_federation(tmp_path):
 
 def test_secure_sums(tmp_path):
     report = run_quickly("secure_sums.py", tmp_path)
-    # Three words for each number, of which there are ten and more.
-    assert report["secure"]["reply_bytes"] > report["plain"]["reply_bytes"] + 10 * 12 - 100
+    # Seven words for each number, of which there are ten and more.
+    assert report["secure"]["reply_bytes"] > report["plain"]["reply_bytes"] + 10 * 52 - 100
     assert report["ratio"] > 0

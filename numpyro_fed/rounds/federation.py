@@ -117,12 +117,13 @@ class Federation:
         The names of silos, in their order, by which tables, figures and messages call them.
     secure_sum : bool, optional
         Whether silos mask their replies, so that the server learns the sum over all silos of an
-        exchange and no reply of one. Exchanges and schedules that need single replies are refused:
-        :func:`numpyro_fed.Result.silos`, ``leave_out``, PVI one silo after the other. By default
-        that is so for three silos or more that are not in this process; above 255, which no sum
-        holds, there is no default. False asks for single replies, which a silo's owner must allow
-        (``Policy(secure_sum=False)``); with True questions about data that are told silo by silo,
-        such as :func:`numpyro_fed.levels`, are refused, too.
+        exchange and no reply of one. By default three silos or more do, if they are not in this
+        process; above 255, which no sum holds, there is no default. What needs single replies is
+        refused: :func:`numpyro_fed.Result.silos`, ``leave_out``, PVI one silo after the other; and
+        what would tell them: a fit with a silo more or less (``add``, ``remove``). False asks for
+        single replies, which a silo's owner must allow (``Policy(secure_sum=False)``); with True
+        questions about data that are told silo by silo, such as :func:`numpyro_fed.levels`, are
+        refused, too.
     key : PrivateKey, optional
         The key of who asks (:class:`numpyro_fed.network.PrivateKey`). With it each message is
         signed, and replies are encrypted to it. Silos whose policy has ``requesters`` answer no

@@ -80,9 +80,10 @@ class SummedGroups:
         >>> groups.hide_with([0, 1, 2, 3]), groups.hide_with(range(6)), groups.hide_with(range(7))
         (False, True, False)
         """
-        groups = [*self._groups | {frozenset(group)}]
-        if self.num_silos < LEAST_HIDING:
+        new = frozenset(group)
+        if self.num_silos < LEAST_HIDING or new in self._groups:
             return True
+        groups = [*self._groups, new]
         member = np.array([[j in one for j in range(self.num_silos)] for one in groups], float)
         rank = np.linalg.matrix_rank(member)
         # A combination of sums is over two silos if without these there is one combination less.
