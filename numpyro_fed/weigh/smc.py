@@ -79,7 +79,7 @@ LOG_STEPS = math.log(1e-4), math.log(2.0)  # the log of the common step size sta
 BATCH = 8
 # Share of particles that a step by the parabola moves, below which steps ask silos instead; and
 # calls of its program before an exchange, each of some trajectories, until particles have moved.
-LEAST_MOVED, MAX_CALLS = 0.2, 6
+LEAST_MOVED, MAX_CALLS = 0.2, 3
 LOST = -1e30  # in the place of a log density of minus infinity, which is no number times zero
 # Largest correlation of a coordinate with its value some trajectories before, at which particles
 # count as moved: on the way, and between those that are kept. And trajectories for that, at most.
@@ -352,7 +352,7 @@ class TemperedSMC:
             leaps = leaps_of(step_size)
             z, rate = surrogate.move(*given, z, state.root, step_size, leaps, random)
             state.log_inner = next_step(state.log_inner, rate)
-            if correlation(z, here.z) <= MOVED_AT_POSTERIOR:
+            if correlation(z, here.z) <= (MOVED_AT_POSTERIOR if state.b >= 1 else MOVED):
                 break
         end = evaluate(np.where(np.isfinite(z).all(1)[:, None], z, here.z))
         moved, stayed = (at.log_l - surrogate.values(state.parabola, at.z) for at in (end, here))

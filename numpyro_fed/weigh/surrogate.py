@@ -36,7 +36,7 @@ from numpyro_fed.text.predictors import Predictors
 from numpyro_fed.text.site_table import Theta
 
 SHORTEST = 0.2  # share of the common step size, at least, that a particle takes
-TRAJECTORIES = 10  # one after the other, in a call of the program
+TRAJECTORIES = 8  # one after the other, in a call of the program
 # Particles for each number of the parabola's matrix in a row, at least: with fewer its fit is
 # that of their noise.
 LEAST_PARTICLES = 3
@@ -167,7 +167,7 @@ class Surrogate:
 
             return trajectories_of(density, key, z, root, step_size, leaps)
 
-        return jit_once(moves)
+        return jax.jit(moves)  # it runs thousands of leapfrog steps
 
 
 def trajectories_of(
