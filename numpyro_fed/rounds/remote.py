@@ -31,7 +31,7 @@ from numpyro_fed.basics.errors import (
 from numpyro_fed.basics.files import canonical
 from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.padding import stacked
-from numpyro_fed.data.silo_data import SiloData
+from numpyro_fed.data.silo_data import SiloData, label
 from numpyro_fed.privacy.masks import MAX_PARTIES
 from numpyro_fed.rounds.exchange import (
     Down,
@@ -152,10 +152,13 @@ class Channel:
         """
         secure, least = self.federation.secure_sum, least_summed(self.num_silos)
         if secure and not least <= len(who) <= MAX_PARTIES:
+            names = self.federation.silo_names
+            away = [label(j, names) for j in range(self.num_silos) if j not in who]
+            without = f", without {' and '.join(away)}," if 0 < len(away) < 10 else ""
             raise SumError(
-                f"would be over {len(who)} silos of {self.num_silos}, where secure sums are over "
-                f"{least} to {MAX_PARTIES}, so that none tells a reply. Take more silos into each "
-                "step, or wait for those that are away (patience=, or the same script again with "
+                f"would be over {len(who)} silos of {self.num_silos}{without} where secure sums "
+                f"are over {least} to {MAX_PARTIES}, so that none tells a reply. Take more into "
+                "each step, or wait for those that are away (patience=, or the same script again with "
                 f"state=); or ask for single replies. {HOW_SINGLE}",
                 silos=tuple(who),
                 exchange=exchange.name,

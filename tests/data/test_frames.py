@@ -172,6 +172,8 @@ def test_a_refusal_of_categories_names_none_of_them(lib):
     words = refusal(read, [dict(x=lib.DataFrame({"d": lib.Series(["no", "rare"], dtype=enum)}))])
     assert "got dtype Enum. Agree" in words
     assert "rare" not in words
+    # Nor how long the longest of texts is.
+    assert "with dtype str_. Convert" in refusal(read, [dict(x=np.array(["no", "rare"]))])
 
 
 def test_dates_in_an_array_are_refused():

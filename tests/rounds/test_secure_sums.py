@@ -487,7 +487,9 @@ def test_a_sum_has_the_silos_that_policies_ask_for():
 def test_two_silos_that_are_left_of_three_are_not_asked(method, away):
     """Rounds of PVI go on without a silo, and SFVI reweights; a sum over two hides too little."""
     engine = Leaves(silos_of(numbers()), away)
-    words = f"over {3 - len(away)} silos of 3, where .* over 3 to 255.*wait for those"
+    words = (
+        f"over {3 - len(away)} silos of 3, without silo 1.* where .* over 3 to 255.*wait for those"
+    )
     with pytest.raises(SumError, match=words):
         method.run(KEY, 1, secure(engine, **REWEIGHTED), **QUIET)
     groups = [read_record(Terms, read(m).head[SUM]).group for _, m, _ in engine.masked]
