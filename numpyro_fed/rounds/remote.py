@@ -158,8 +158,8 @@ class Channel:
             raise SumError(
                 f"would be over {len(who)} silos of {self.num_silos}{without} where secure sums "
                 f"are over {least} to {MAX_PARTIES}, so that none tells a reply. Take more into "
-                "each step, or wait for those that are away (patience=, or the same script again with "
-                f"state=); or ask for single replies. {HOW_SINGLE}",
+                "each step, or wait for those that are away (patience=, or the same script again "
+                f"with state=); or ask for single replies. {HOW_SINGLE}",
                 silos=tuple(who),
                 exchange=exchange.name,
             )
