@@ -16,6 +16,8 @@ how long its steps may be, on four data sets with raw columns.
 
 ``few``: how far private fits of few rows are off, in the sds that they say, trusted or not.
 
+``units``: linear regressions in units of their own, whose priors know the order of an sd or do not.
+
 ``studies``: the six cities, 537 children in two silos, and a registry of six hospitals with 8,070
 patients (effects of hospitals as global sites), at epsilon 2, against NUTS on all rows.
 
@@ -444,6 +446,43 @@ def few_rows() -> Lines:
         ]
 
 
+# A name, a residual's sd and its prior, coefficients of a constant, an age and a sex, their prior sd.
+UNITS: dict[str, tuple[float, dist.Distribution, list[float], float]] = {
+    "euros, sd 800, HalfNormal(2000)": (800.0, dist.HalfNormal(2000.0), [3000, 40, -500], 1e5),
+    "grams, sd 0.02, Exponential(20)": (0.02, dist.Exponential(20.0), [0.3, 0.001, 0.01], 10),
+    "mmHg, sd 15, InverseGamma(0.1, 0.1)": (15.0, dist.InverseGamma(0.1, 0.1), [90, 0.5, 4], 1e3),
+}
+
+
+def units() -> Lines:
+    """Yield how private fits of linear regressions do in units of raw data, two silos each."""
+    for name, (sd, prior, beta, wide) in UNITS.items():
+
+        def model(x: Array, y: Array | None = None, prior: Any = prior, wide: float = wide) -> None:
+            beta = numpyro.sample("beta", dist.Normal(0, wide).expand([3]).to_event(1))
+            sigma = numpyro.sample("sigma", prior)
+            with nf.silo_plate("row", x.shape[0]):
+                numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+
+        for n, epsilon in ((3_000, 1.0), (6_000, 1.0), (20_000, 1.0), (20_000, 3.0)):
+            r = np.random.default_rng(11)
+            x = np.stack([np.ones(n), r.gamma(9, 6, n), r.integers(0, 2, n)], 1)
+            y = x @ beta + sd * r.normal(size=n)
+            silos = [dict(x=x[part], y=y[part]) for part in np.split(np.arange(n), [n // 3])]
+            fits = Repeats.of(model, silos, nf.Privacy(epsilon=epsilon, delta=DELTA), 20)
+            off = fits.own.max(1)
+            yield [
+                name,
+                f"{n:,}",
+                f"{epsilon}",
+                f"{fits.trusted.mean():.0%}",
+                f"{(off > 3).mean():.0%}",
+                f"{off[fits.trusted].max(initial=0):.1f}",
+                f"{np.median(fits.width):.1f}",
+                f"{fits.exchanges:.0f}",
+            ]
+
+
 # Of each part the heads of its columns; the first ones say what a line is about.
 HEADS = {
     "adult": (2, ["clients", "epsilon", "accuracy", "log likelihood", "exchanges", "time"]),
@@ -462,6 +501,10 @@ HEADS = {
     "few": (
         3,
         ["model", "rows", "epsilon", "trusted", "3 sds off", "5", "trusted, furthest", "width"],
+    ),
+    "units": (
+        3,
+        ["model", "rows", "epsilon", "trusted", "3 sds off", "furthest", "width", "exchanges"],
     ),
     "studies": (1, ["study", "globals", "error", "width", "furthest, in own sds", "trusted"]),
 }
@@ -485,6 +528,7 @@ def main() -> None:
         "shards": lambda: shards(args.sets),
         "search": lambda: search(args.patience, args.longest),
         "few": few_rows,
+        "units": units,
         "studies": studies,
     }
     report: dict[str, list[dict[str, str]]] = {}
