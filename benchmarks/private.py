@@ -446,7 +446,7 @@ def few_rows() -> Lines:
         ]
 
 
-# A name, a residual's sd and its prior, coefficients of a constant, an age and a sex, their prior sd.
+# A name; a residual's sd, its prior; coefficients of a constant, an age and a sex; their prior sd.
 UNITS: dict[str, tuple[float, dist.Distribution, list[float], float]] = {
     "euros, sd 800, HalfNormal(2000)": (800.0, dist.HalfNormal(2000.0), [3000, 40, -500], 1e5),
     "grams, sd 0.02, Exponential(20)": (0.02, dist.Exponential(20.0), [0.3, 0.001, 0.01], 10),
