@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -22,7 +23,15 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from numpyro_fed.data.silo_data import SiloData
-from numpyro_fed.text.jaxprs import Program, pruned, run_program, trace_program, type_of
+from numpyro_fed.text.jaxprs import (
+    OF_MATRICES,
+    Program,
+    inner_programs,
+    pruned,
+    run_program,
+    trace_program,
+    type_of,
+)
 from numpyro_fed.text.log_density import FederatedModel
 
 if TYPE_CHECKING:
@@ -61,11 +70,23 @@ class Predictors:
         computed, used = pruned(of_cut, [True] * len(cut))
         return itself if any(used[1:]) or not used[0] else cls(computed, number)
 
+    @cached_property
+    def factors_matrices(self) -> bool:
+        """Return whether a matrix is factored, as the covariance of a Gaussian process."""
+        return self.program is not None and _factors_matrices(self.program)
+
     def __call__(self, z_G: Array) -> Array:
         """Return the predictors (number,) at globals (dim,)."""
         if self.program is None:
             return z_G
         return jnp.concatenate([jnp.ravel(a) for a in run_program(self.program, [z_G])])
+
+
+def _factors_matrices(program: Program) -> bool:
+    return any(
+        eqn.primitive.name in OF_MATRICES or any(map(_factors_matrices, inner_programs(eqn)))
+        for eqn in program.jaxpr.eqns
+    )
 
 
 def _zeros(silo: SiloData) -> dict[str, np.ndarray]:

@@ -78,8 +78,9 @@ LOG_STEPS = math.log(1e-4), math.log(2.0)  # the log of the common step size sta
 # 0.05 s for a thousand particles, and 1.3 s with 64 at once.
 BATCH = 8
 # Share of particles that a step by the parabola moves, below which steps ask silos instead; and
-# calls of its program before an exchange, each of some trajectories, until particles have moved.
-LEAST_MOVED, MAX_CALLS = 0.2, 3
+# calls of its program before an exchange, until particles have moved: fewer where a call takes
+# long, since it factors a matrix for each particle.
+LEAST_MOVED, MAX_CALLS, CALLS_WITH_MATRICES = 0.2, 12, 3
 LOST = -1e30  # in the place of a log density of minus infinity, which is no number times zero
 # Largest correlation of a coordinate with its value some trajectories before, at which particles
 # count as moved: on the way, and between those that are kept. And trajectories for that, at most.
@@ -347,7 +348,8 @@ class TemperedSMC:
             state.by_parabola = False
             return None
         z, given = here.z, (state.theta, state.reference, state.parabola, state.b)
-        for _ in range(MAX_CALLS):
+        most = CALLS_WITH_MATRICES if surrogate.predictors.factors_matrices else MAX_CALLS
+        for _ in range(most):
             step_size = math.exp(state.log_inner)
             leaps = leaps_of(step_size)
             z, rate = surrogate.move(*given, z, state.root, step_size, leaps, random)

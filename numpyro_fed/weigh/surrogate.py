@@ -36,7 +36,7 @@ from numpyro_fed.text.predictors import Predictors
 from numpyro_fed.text.site_table import Theta
 
 SHORTEST = 0.2  # share of the common step size, at least, that a particle takes
-TRAJECTORIES = 8  # one after the other, in a call of the program
+TRAJECTORIES = 2  # one after the other, in a call of the program
 # Particles for each number of the parabola's matrix in a row, at least: with fewer its fit is
 # that of their noise.
 LEAST_PARTICLES = 3
@@ -45,7 +45,7 @@ LEAST_PARTICLES = 3
 FAR = 4.0
 SMALL = 1e-9  # share of a diagonal that is added to it, so that a matrix has an inverse
 BATCH = 64  # particles whose predictors are differentiated side by side
-Density = Callable[[Array], Array]
+Evaluate = Callable[[Array], tuple[Array, Array]]
 
 
 class Parabola(NamedTuple):
@@ -165,19 +165,25 @@ class Surrogate:
                 of_path = (1 - b) * self.log_q(theta, reference, z)
                 return of_path + b * (self.log_prior(theta, z) + self._value(parabola, z))
 
-            return trajectories_of(density, key, z, root, step_size, leaps)
+            def evaluate(z: Array) -> tuple[Array, Array]:
+                # Of a stack of matrices XLA:CPU takes each by plain loops.
+                one = jax.value_and_grad(density)
+                alone = self.predictors.factors_matrices
+                value, slope = jax.lax.map(one, z) if alone else jax.vmap(one)(z)
+                return value, jnp.where(jnp.isfinite(slope).all(1)[:, None], slope, 0.0)
+
+            return trajectories_of(evaluate, key, z, root, step_size, leaps)
 
         return jax.jit(moves)  # it runs thousands of leapfrog steps
 
 
 def trajectories_of(
-    density: Density, key: Array, z: Array, root: Array, step_size: Array, leaps: Array
+    evaluate: Evaluate, key: Array, z: Array, root: Array, step_size: Array, leaps: Array
 ) -> tuple[Array, Array]:
-    """Return points (N, dim) after some trajectories through a density, and the share accepted."""
+    """Return points (N, dim) after some trajectories, and the share accepted.
 
-    def evaluate(z: Array) -> tuple[Array, Array]:
-        value, slope = jax.vmap(jax.value_and_grad(density))(z)
-        return value, jnp.where(jnp.isfinite(slope).all(1)[:, None], slope, 0.0)
+    ``evaluate`` returns a log density (N,) at points, and its gradient (N, dim).
+    """
 
     def trajectory(carry: Any, key: Array) -> tuple[Any, Array]:
         z, value, slope = carry

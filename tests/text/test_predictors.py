@@ -49,12 +49,23 @@ def plain(x, y, group):
         numpyro.sample("y", dist.Normal(x @ beta, 1), obs=y)
 
 
+def process(x, y, group):
+    """A Gaussian process at three places, by the root of its covariance."""
+    length = numpyro.sample("length", dist.LogNormal(0, 1))
+    e = numpyro.sample("e", dist.Normal(0, 1).expand([3]).to_event(1))
+    apart = (jnp.arange(3.0)[:, None] - jnp.arange(3.0)) / length
+    root = jnp.linalg.cholesky(jnp.exp(-(apart**2)) + 1e-6 * jnp.eye(3))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal((root @ e)[group], 1), obs=y)
+
+
 def terms(fm, silo, z_G):
     return fm.log_silo({}, z_G, fm.zero_latents(silo), silo)["row"]
 
 
 @pytest.mark.parametrize(
-    ("model", "number", "dim"), [(horseshoe, 5, 10), (groups, 3, 4), (of_rows, 2, 3), (plain, 4, 4)]
+    ("model", "number", "dim"),
+    [(horseshoe, 5, 10), (groups, 3, 4), (of_rows, 2, 3), (plain, 4, 4), (process, 3, 4)],
 )
 def test_likelihoods_read_the_globals_through_so_many_numbers(model, number, dim):
     with precision(double=True):
@@ -62,6 +73,7 @@ def test_likelihoods_read_the_globals_through_so_many_numbers(model, number, dim
         fm = split(model, [silo])
         predictors = Predictors.of(fm)
         assert (predictors.number, fm.dim) == (number, dim)
+        assert predictors.factors_matrices == (model is process)
         z = jnp.asarray(R.normal(size=dim))
         J, of_terms = jax.jacfwd(predictors)(z), jax.jacfwd(lambda z: terms(fm, silo, z))(z)
         assert J.shape == (number, dim)

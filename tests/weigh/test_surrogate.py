@@ -43,6 +43,7 @@ class Pairs:
 
     number: int = 2
     program: str = "not the globals themselves"
+    factors_matrices: bool = False
 
     def __call__(self, z):
         return jnp.exp(z[0]) * z[1:]
@@ -71,7 +72,7 @@ def test_trajectories_leave_a_density_as_it_is():
         sd = jnp.array([1.0, 0.2])
         z = sd * R.normal(size=(20_000, 2))
         found, rate = trajectories_of(
-            lambda z: -0.5 * ((z / sd) ** 2).sum(), KEY, z, jnp.diag(sd), 0.7, 3
+            lambda z: (-0.5 * ((z / sd) ** 2).sum(1), -z / sd**2), KEY, z, jnp.diag(sd), 0.7, 3
         )
         error = 4 / len(z) ** 0.5
         np.testing.assert_allclose(found.mean(0) / sd, 0, atol=error)
