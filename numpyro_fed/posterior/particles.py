@@ -90,9 +90,13 @@ class Tempered:
         \pi_b(z_G) \propto q(z_G)^{1 - b} \Big(p(z_G) \prod_j p(y_j \mid z_G)\Big)^b,
         \qquad b = 0, \dots, 1,
 
-    by steps that keep half of the draws effective, each followed by Hamiltonian trajectories whose
-    leapfrog steps are one exchange each: silos reply with their log likelihood at every particle
-    and its gradient, which are added up. Latents of rows are integrated by quadrature.
+    by steps that keep half of the draws effective, each followed by Hamiltonian trajectories.
+    Silos reply with their log likelihood at every particle and its gradient, which are added up;
+    latents of rows are integrated by quadrature. By the gradients the server fits a parabola to the
+    likelihood, in the fewest numbers through which the text reads the globals, and makes
+    trajectories with it. One exchange accepts where they end, or does not, so that the density is
+    the true one however wrong the parabola is. Where few are accepted, each leapfrog step asks
+    silos.
 
     Parameters
     ----------
@@ -107,7 +111,9 @@ class Tempered:
 
     References
     ----------
-    Del Moral, Doucet, Jasra (2006), Sequential Monte Carlo samplers.
+    Del Moral, Doucet, Jasra (2006), Sequential Monte Carlo samplers. Liu (2001), Monte Carlo
+    strategies in scientific computing, for transitions by a surrogate; the parabola in a text's
+    predictors is this package's own.
 
     Examples
     --------
