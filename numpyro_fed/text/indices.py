@@ -33,6 +33,7 @@ from numpyro_fed.text.jaxprs import (
     called_program,
     labels_of,
     output_labels,
+    run_operation,
     scan,
     scan_body_labels,
     trace_program,
@@ -164,10 +165,7 @@ def _apply(eqn: JaxprEqn, values: list[Any], labels: Sequence[Labels]) -> Sequen
         return jax.lax.switch(values[0], runs, *values[1:])
 
     _check_indices(eqn, values, labels)
-    bound = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    out = eqn.primitive.bind(*functions, *values, **params)
-    return out if eqn.primitive.multiple_results else [out]
+    return run_operation(eqn, values)
 
 
 def _wrapped_index(eqn: JaxprEqn, producer: Mapping[Var, JaxprEqn]) -> Var | None:

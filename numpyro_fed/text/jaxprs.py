@@ -167,6 +167,37 @@ def run_program(program: Program, operands: Sequence[ArrayLike]) -> list[Array]:
     return jaxpr_as_fun(closed)(*operands)
 
 
+def run_inlined(program: Program, operands: Sequence[ArrayLike]) -> list[Array]:
+    """Return the same with the operations of compiled calls as the program's own.
+
+    Traced once more, it is one program without calls. What has derivatives of its own stays a call.
+    """
+    jaxpr = program.jaxpr
+    found: dict[Var, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    found |= zip(jaxpr.invars, operands, strict=True)
+
+    def read(variable: Atom) -> Any:
+        return variable.val if isinstance(variable, Literal) else found[variable]
+
+    for eqn in jaxpr.eqns:
+        values = [read(v) for v in eqn.invars]
+        called = called_program(eqn) if eqn.primitive.name in ("jit", "pjit") else None
+        found |= zip(
+            eqn.outvars,
+            run_operation(eqn, values) if called is None else run_inlined(called, values),
+            strict=True,
+        )
+    return [read(v) for v in jaxpr.outvars]
+
+
+def run_operation(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Array]:
+    """Return the outputs of one operation at values of its operands."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    out = eqn.primitive.bind(*functions, *values, **params)
+    return out if eqn.primitive.multiple_results else [out]
+
+
 def provenance(fn: Callable[..., Any], /, **inputs: object) -> Any:
     """Return the names of the inputs that reach each output of ``fn``: a pytree like its outputs.
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -28,6 +29,7 @@ from numpyro_fed.text.jaxprs import (
     Program,
     inner_programs,
     pruned,
+    run_inlined,
     run_program,
     trace_program,
     type_of,
@@ -61,7 +63,10 @@ class Predictors:
             return list(fm.log_silo(theta, z_G, z_L, replace(silo, arrays=arrays)).values())
 
         others = fm.initial_parameters(silo), fm.zero_latents(silo), dict(_zeros(silo))
-        program = trace_program(terms, jnp.zeros(fm.dim), others)
+        at = jnp.zeros(fm.dim), others
+        calls = trace_program(terms, *at)
+        # From JAX 0.12 on the terms are one call, whose operations are to be seen.
+        program = trace_program(lambda *args: run_inlined(calls, jax.tree.leaves(args)), *at)
         cut = _least_cut(program)
         number = sum(map(_size, cut))
         if number >= fm.dim:
