@@ -222,21 +222,22 @@ def test_a_sum_of_fewer_messages_is_no_number():
         SFVI.run(KEY, 1, secure(Listening(silos, up=up), at_once=1), **QUIET)
 
 
-def changed(reply, word):
+def changed(reply, place, word):
     head, arrays = read(reply)
     arrays[MASKED] = words = arrays[MASKED].copy()
-    words[0] += np.uint64(word)
+    words.reshape(-1)[place] += np.uint64(word)
     return write(arrays, head)
 
 
 @pytest.mark.slow
 def test_a_word_that_is_changed_is_found_if_the_sum_is_out_of_range():
-    def up(word):
+    def up(place, word):
         return lambda silo, message, reply: (
-            changed(reply, word) if silo == 1 and SUM in read(message).head else reply
+            changed(reply, place, word) if silo == 1 and SUM in read(message).head else reply
         )
 
-    far, near = (Listening(silos_of(numbers()), up=up(word)) for word in (3 << 61, 1))
+    # In the first word of a number, and in its last.
+    far, near = (Listening(silos_of(numbers()), up=up(*at)) for at in ((0, 3 << 61), (6, 1)))
     with pytest.raises(SumError, match="'sfvi' is refused: 1 of"):
         SFVI.run(KEY, 1, secure(far), **QUIET)
     # What stays in the range is not found: sums have no authentication.
