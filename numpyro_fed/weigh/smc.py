@@ -20,8 +20,8 @@ tried anew at each density of the path, and leapfrog steps that ask silos go on 
 are accepted.
 
 Particles live on islands: those of one island are weighed and drawn again among themselves, so
-that the islands are independent but for the step size and the coordinates. How far their means and
-spreads differ is the Monte Carlo error. At ``b = 1`` particles are moved on and kept several times.
+that the islands are independent but for the step size, the coordinates and the parabola. How far
+their means and spreads differ is the Monte Carlo error. At ``b = 1`` particles are moved on and kept several times.
 """
 
 from __future__ import annotations
@@ -343,7 +343,8 @@ class TemperedSMC:
         here, surrogate = state.particles, self.surrogate
         # Particles that count have been moved by one and the same parabola.
         if state.parabola is None or not state.kept:
-            state.parabola = surrogate.parabola(here.z[here.found], here.slope_l[here.found])
+            known = np.where(here.found[:, None], here.slope_l, np.nan)
+            state.parabola = surrogate.parabola(here.z, known)
         if state.parabola is None:
             state.by_parabola = False
             return None

@@ -71,7 +71,7 @@ class Surrogate:
     def parabola(self, z: np.ndarray, slopes: np.ndarray) -> Parabola | None:
         """Return the parabola by gradients (N, dim) of the log likelihood at particles (N, dim).
 
-        It is None where there are too few particles, or none whose numbers are finite.
+        A particle without a finite gradient does not count. It is None where too few are left.
         """
         h, g = (np.asarray(a, float) for a in self._slopes(z, slopes))
         finite = np.isfinite(h).all(1) & np.isfinite(g).all(1)
