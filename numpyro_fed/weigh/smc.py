@@ -19,9 +19,10 @@ trajectories are the server's own, and one exchange accepts or refuses where man
 tried anew at each density of the path, and leapfrog steps that ask silos go on where few particles
 are accepted.
 
-Particles live on islands: those of one island are weighed and drawn again among themselves, so
-that the islands are independent but for the step size, the coordinates and the parabola. How far
-their means and spreads differ is the Monte Carlo error. At ``b = 1`` particles are moved on and kept several times.
+Particles live on islands: those of one island are weighed and drawn again among themselves, so that
+the islands are independent but for the step size, the coordinates and the parabola. How far their
+means and spreads differ is the Monte Carlo error. At ``b = 1`` particles are moved on and kept
+several times.
 """
 
 from __future__ import annotations
