@@ -33,6 +33,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 ENOUGH = 3 << 29  # bytes of a worker: more than any one file takes
 SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
+    "after.summary.FunctionsOfDraws.ranks",
     "after.questions.Questions.leave_out",
     "bayes_admm.method.BayesADMM",
     "fedlap.method.FedLap",

@@ -19,8 +19,8 @@ from numpyro_fed.basics.programs import precision
 from numpyro_fed.data.tables import as_series, columns_of, is_frame, model_arguments
 from numpyro_fed.methods.method import FederatedMethod, PlanSize
 from numpyro_fed.network.check import OK, WARNING, WRONG, Check, place_of
+from numpyro_fed.network.guarded_data import GuardedData
 from numpyro_fed.network.policy import Policy
-from numpyro_fed.network.silo_table import SiloTable
 from numpyro_fed.network.study_files import data_of, load_study, names_of
 from numpyro_fed.text.plan import describe
 
@@ -67,7 +67,7 @@ def check_data(where: str, policy: Policy) -> Generator[Check, None, Any]:
     for column, value in leaves_of("", data):
         yield described(column, value)
     try:
-        table = SiloTable(data, policy)
+        table = GuardedData(data, policy)
     except DataError as error:
         yield Check(name, WRONG, f"the policy's column of persons: {error}")
         return data
@@ -159,7 +159,7 @@ def traced(model: Any, data: Any, policy: Policy) -> str:
     policy.check_columns([argument.name for argument in facts.arguments] + columns)
     shared = [s for s in facts.sites if s.kind in ("latent", "param") and s.plate is None]
     number = sum(math.prod(s.shape) for s in shared)
-    rows = SiloTable(data, policy).num_rows
+    rows = GuardedData(data, policy).num_rows
     policy.check_plan(PlanSize(policy.min_silos, rows, number))
     missing = f"; outcomes are missing in {list(facts.missing)}" if facts.missing else ""
     return f"fits the data: {number} globals and shared parameters{missing}"

@@ -31,13 +31,13 @@ from numpyro_fed.methods.method import FederatedMethod, rebuilt
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.network.audit import AuditLog
 from numpyro_fed.network.engines import MAX_BYTES
+from numpyro_fed.network.guarded_data import GuardedData
 from numpyro_fed.network.ledger import Ledger, evaluations
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.refusals import refusal_of
 from numpyro_fed.network.requesters import Requesters
 from numpyro_fed.network.silo_runs import SiloRuns
 from numpyro_fed.network.silo_sums import SecureSums, asked_of_all
-from numpyro_fed.network.silo_table import SiloTable
 from numpyro_fed.privacy.budget import PrivacyWarning
 from numpyro_fed.privacy.masks import fingerprint
 from numpyro_fed.rounds.envelopes import Envelope
@@ -131,7 +131,7 @@ class Silo:
         self._allow_unhidden = allow_unhidden
         self._state = None if state is None else Path(state)
         self._store = Store(self._state)
-        self._table = SiloTable(data, self._policy)
+        self._table = GuardedData(data, self._policy)
         self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
         self._ledger = Ledger(self._policy, self._store, self._table.num_rows)
         self._use: FolderLock | None = None

@@ -55,7 +55,7 @@ from numpyro_fed.search.own_modes import (
     DAMPING,
     MAX_DAMPING,
     MIN_EIGENVALUE,
-    Parabola,
+    AtOwnModes,
     climb_to_own_modes,
     slopes_off_saddles,
     where_at,
@@ -205,14 +205,14 @@ class NewtonSearch(ModeSearch[NewtonAscent, np.ndarray]):
             StackedExchange(
                 OWN_MODES,
                 self.answer_own_modes,
-                messages=lambda: (shape(k, n), Parabola(shape(k, n, n), shape(k, n), shape(k))),
+                messages=lambda: (shape(k, n), AtOwnModes(shape(k, n, n), shape(k, n), shape(k))),
             ),
         )
 
     @np.errstate(all="ignore")
     def answer_own_modes(
         self, noise: object, down: np.ndarray, state: SearchState, data: SiloData
-    ) -> tuple[Reply[Parabola], SearchState]:
+    ) -> tuple[Reply[AtOwnModes], SearchState]:
         """Return the replies and states of a stack of silos, from places (starts, n)."""
         size = len(state.top)
         places = np.broadcast_to(down, (size, *down.shape))

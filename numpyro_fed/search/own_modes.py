@@ -51,7 +51,7 @@ LEAST_PROMISE = 1.0  # nats by the gradient alone, below which a point may be a 
 UPWARDS = 0.1  # of a coordinate's curvature: in a valley along which little changes signs are noise
 
 
-class Parabola(NamedTuple):
+class AtOwnModes(NamedTuple):
     """A silo's message: the negative Hessian (n, n), ``b`` (n,), and 1, for each start.
 
     All are zero where its climb came to no mode, at which another step promises little, so that the
@@ -72,7 +72,7 @@ def climb_to_own_modes(
     data: SiloData,
     *,
     fixed: int = 0,
-) -> tuple[Parabola, np.ndarray, Rows]:
+) -> tuple[AtOwnModes, np.ndarray, Rows]:
     """Return what silos say where their damped Newton climbs from places (silos, starts, n) end.
 
     With it come their log likelihoods there (silos, starts), and the modes of their rows.
@@ -119,7 +119,7 @@ def climb_to_own_modes(
     arrived = is_finite(expansion) & (promise <= MAX_PROMISE_PER_DIM * n)
     b = (A @ expansion.x[..., None])[..., 0] + expansion.gradient
     told = where_at(arrived, A, 0.0), where_at(arrived, b, 0.0), arrived.astype(A.dtype)
-    return Parabola(*told), log_likelihood, z_L
+    return AtOwnModes(*told), log_likelihood, z_L
 
 
 def slopes_off_saddles(curvature: Curvature[np.ndarray], gradient: np.ndarray) -> np.ndarray:

@@ -59,7 +59,7 @@ from numpyro_fed.text.predictors import Predictors
 from numpyro_fed.text.site_table import Theta
 from numpyro_fed.weigh.log_likelihoods import at_draws, shape_of_draws, with_globals
 from numpyro_fed.weigh.mixture import Mixture, root_of_draws
-from numpyro_fed.weigh.surrogate import SHORTEST, Parabola, Surrogate
+from numpyro_fed.weigh.surrogate import SHORTEST, OnPath, Parabola, Surrogate
 
 NUM_ISLANDS = 4
 KEPT = 8  # times that a run keeps all particles at the posterior
@@ -349,12 +349,13 @@ class TemperedSMC:
         if state.parabola is None:
             state.by_parabola = False
             return None
-        z, given = here.z, (state.theta, state.reference, state.parabola, state.b)
+        z = here.z
+        at = OnPath(state.theta, state.reference, state.parabola, state.b, state.root)
         most = CALLS_WITH_MATRICES if surrogate.predictors.factors_matrices else MAX_CALLS
         for _ in range(most):
             step_size = math.exp(state.log_inner)
             leaps = leaps_of(step_size)
-            z, rate = surrogate.move(*given, z, state.root, step_size, leaps, random)
+            z, rate = surrogate.move(at, z, step_size, leaps, random)
             state.log_inner = next_step(state.log_inner, rate)
             if correlation(z, here.z) <= (MOVED_AT_POSTERIOR if state.b >= 1 else MOVED):
                 break

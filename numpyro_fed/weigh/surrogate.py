@@ -56,6 +56,19 @@ class Parabola(NamedTuple):
     curvature: np.ndarray
 
 
+class OnPath(NamedTuple):
+    """The density at ``b`` on the path from ``reference``, by a parabola; particles there.
+
+    ``root`` (dim, dim) is a root of the particles' covariance.
+    """
+
+    theta: Theta
+    reference: Any
+    parabola: Parabola
+    b: float
+    root: np.ndarray
+
+
 @dataclass(frozen=True, eq=False)
 class Surrogate:
     """The server's programs: the fit of a parabola, and steps of particles by it.
@@ -96,23 +109,11 @@ class Surrogate:
         return fitted if all(np.isfinite(a).all() for a in fitted) else None
 
     def move(
-        self,
-        theta: Theta,
-        reference: object,
-        parabola: Parabola,
-        b: float,
-        z: np.ndarray,
-        root: np.ndarray,
-        step_size: float,
-        leaps: int,
-        random: np.random.Generator,
+        self, at: OnPath, z: np.ndarray, step_size: float, leaps: int, random: np.random.Generator
     ) -> tuple[np.ndarray, float]:
-        """Return where particles (N, dim) end after some trajectories, and how many were accepted.
-
-        ``b`` is the place on the path, ``root`` (dim, dim) a root of their covariance.
-        """
+        """Return where particles (N, dim) end after some trajectories, and the share accepted."""
         key = jax.random.key(random.integers(2**32, dtype=np.uint32))
-        found, rate = self._moves(key, theta, reference, parabola, b, z, root, step_size, leaps)
+        found, rate = self._moves(key, at, z, step_size, leaps)
         return np.asarray(found), float(rate)
 
     def values(self, parabola: Parabola, z: np.ndarray) -> np.ndarray:
@@ -151,19 +152,12 @@ class Surrogate:
     @cached_property
     def _moves(self) -> Callable[..., tuple[Array, Array]]:
         def moves(
-            key: Array,
-            theta: Theta,
-            reference: object,
-            parabola: Parabola,
-            b: Array,
-            z: Array,
-            root: Array,
-            step_size: Array,
-            leaps: Array,
+            key: Array, at: OnPath, z: Array, step_size: Array, leaps: Array
         ) -> tuple[Array, Array]:
             def density(z: Array) -> Array:
-                of_path = (1 - b) * self.log_q(theta, reference, z)
-                return of_path + b * (self.log_prior(theta, z) + self._value(parabola, z))
+                of_path = (1 - at.b) * self.log_q(at.theta, at.reference, z)
+                posterior = self.log_prior(at.theta, z) + self._value(at.parabola, z)
+                return of_path + at.b * posterior
 
             def evaluate(z: Array) -> tuple[Array, Array]:
                 # Of a stack of matrices XLA:CPU takes each by plain loops.
@@ -172,7 +166,7 @@ class Surrogate:
                 value, slope = jax.lax.map(one, z) if alone else jax.vmap(one)(z)
                 return value, jnp.where(jnp.isfinite(slope).all(1)[:, None], slope, 0.0)
 
-            return trajectories_of(evaluate, key, z, root, step_size, leaps)
+            return trajectories_of(evaluate, key, z, jnp.asarray(at.root), step_size, leaps)
 
         return jax.jit(moves)  # it runs thousands of leapfrog steps
 

@@ -122,6 +122,7 @@ def line_of_silo(x, y):
         numpyro.sample("y", dist.Normal(u[0, 0] + u[0, 1] * x + e, 1), obs=y)
 
 
+@pytest.mark.slow
 def test_ranks_of_an_effect_of_several_numbers_take_one_of_them(monkeypatch):
     x = np.linspace(-1, 1, 6)
     silos = {name: dict(x=x, y=a + b * x) for name, a, b in (("A", 2, -1), ("B", 0, 3))}

@@ -132,7 +132,7 @@ def effects_and_their_scale(x, y):
         numpyro.sample("y", dist.Normal(x @ b, 0.7), obs=y)
 
 
-@pytest.mark.parametrize("model", slow_but([laplace_prior, effects_and_their_scale], 0))
+@pytest.mark.parametrize("model", slow_but([laplace_prior, effects_and_their_scale]))
 def test_a_prior_without_curvature_or_mode_of_its_own_is_no_obstacle_to_a_start_at_it(model):
     r = np.random.default_rng(0)
     x = r.normal(size=(90, 2))

@@ -658,6 +658,7 @@ def test_categories_that_all_silos_have_alike_keep_their_order():
     assert f.agreed.names["stage"] == ("high", "low", "mid")
 
 
+@pytest.mark.slow
 def test_correlations_are_told_and_effects_have_names():
     t = np.resize([True, False], 40)
     f = nf.formula("y ~ t + (1 + t | silo) + (1 + t + age | ward)")

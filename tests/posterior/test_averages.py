@@ -214,6 +214,7 @@ def risk_of_patients(t, ward, y):
         numpyro.sample("y", dist.Bernoulli(logits=b[0] + b[1] * t + u[0] + e), obs=y)
 
 
+@pytest.mark.slow
 def test_draws_of_nuts_are_averaged_with_their_own_latents_of_silos_and_rows():
     r = np.random.default_rng(0)
     silos = {
@@ -303,6 +304,7 @@ def of_covariates(x, z, z_seen, y):
         numpyro.sample("y", dist.Normal(at, 1), obs=y)
 
 
+@pytest.mark.slow
 def test_a_covariate_with_a_distribution_takes_what_it_is_changed_to():
     r = np.random.default_rng(0)
     silos = []

@@ -388,6 +388,7 @@ def test_a_fit_draws_them_at_its_silos_and_predicts_them_for_new_rows():
     assert [o["k"].shape for o in own] == [(20, 30), (20, 20)]
 
 
+@pytest.mark.slow
 def test_a_fit_draws_them_given_what_a_row_has_told():
     silos = [dict(y=s["y"]) for s in rows_of_classes(20, 15)]
 

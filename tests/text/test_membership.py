@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import slow_but
 from scipy import stats
 
 import numpyro_fed as nf
@@ -208,7 +209,7 @@ def test_a_text_of_another_form_at_other_sizes_is_refused():
         fm.log_grouped({}, jnp.zeros(0), z_L, many)
 
 
-@pytest.mark.parametrize("with_wards", [False, True])
+@pytest.mark.parametrize("with_wards", slow_but([False, True], 0))
 def test_all_parties_know_from_the_plan_alone(with_wards):
     silos = [visits(6, 3), visits(3, 7)]
     if with_wards:
@@ -246,7 +247,7 @@ def visits(children, each, seed=0):
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("with_wards", [False, True])
+@pytest.mark.parametrize("with_wards", slow_but([False, True], 0))
 def test_the_integral_over_children_and_wards_is_that_of_the_normal_distribution(with_wards):
     silo, model = visits(6, 3), by_visits
     child = silo["child"]
@@ -286,6 +287,7 @@ def test_drawn_children_and_terms_of_visits_are_those_of_the_normal_distribution
     np.testing.assert_allclose(found["visit"], expected, rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_by_weighted_draws_a_visit_has_the_density_of_the_posterior():
     silo = visits(4, 3)

@@ -18,7 +18,7 @@ LOG = logging.getLogger("numpyro_fed.silo")
 
 
 @dataclass
-class SiloTable:
+class GuardedData:
     """A silo's data, as they were given, with the policy on what may be told of them.
 
     ``num_rows`` is the length of the longest array; ``num_persons`` that of the policy's column of
