@@ -29,7 +29,8 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.numerics.accurate_densities import no_more_than_finite
-from numpyro_fed.text.jaxprs import MIXED, as_program, row_axes, type_of
+from numpyro_fed.text.jaxprs import as_program, type_of
+from numpyro_fed.text.row_axes import MIXED, row_axes
 from numpyro_fed.text.silo_plate import unwrapped
 from numpyro_fed.text.trace import (
     DENSITY,

@@ -16,17 +16,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.text.jaxprs import (
-    MIXED,
     NONE,
     Labels,
     Program,
-    lookups,
     propagate_labels,
-    row_axes,
     run_program,
     same_but_for_sizes,
     type_of,
 )
+from numpyro_fed.text.row_axes import MIXED, lookups, row_axes
 from numpyro_fed.text.trace import ARRAY, DENSITY, LATENT, Input, Trace
 
 if TYPE_CHECKING:

@@ -19,16 +19,15 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_fed.text.jaxprs import (
-    MIXED,
     NONE,
     Labels,
     Program,
     propagate_labels,
     pruned,
-    row_axes,
     run_program,
     type_of,
 )
+from numpyro_fed.text.row_axes import MIXED, row_axes
 from numpyro_fed.text.site_table import Rows, Site, Structure, Theta, sum_rows, unpack
 from numpyro_fed.text.supports import SiteSupport
 

@@ -10,7 +10,8 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.data.silo_data import read
-from numpyro_fed.text.jaxprs import MIXED, row_axes, same_but_for_sizes, trace_program
+from numpyro_fed.text.jaxprs import same_but_for_sizes, trace_program
+from numpyro_fed.text.row_axes import MIXED, row_axes
 from numpyro_fed.text.split import split
 
 N = 5
