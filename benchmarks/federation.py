@@ -242,7 +242,7 @@ def until_done(method: Any, rounds: int, storm: Storm, state: Path) -> Any:
     """Return the result of a run whose server is started anew from its folder when it is killed."""
     while True:
         try:
-            there = nf.Federation(storm, names=NAMES, at_once=1, state=state)
+            there = nf.Federation(storm, names=NAMES, at_once=1, state=state, secure_sum=False)
             return method.run(KEY, rounds, there, progress_bar=False)
         except ServerKilled:
             continue

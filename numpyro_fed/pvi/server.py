@@ -134,7 +134,7 @@ class PartitionedVI(PVIAtSilo):
             done=self.done,
             # A factor that is not renewed stays in the posterior as it is.
             when_away=WhenAway.GO_ON,
-            watched_away=jnp.int32(Status.AWAY),
+            watched_away=np.int32(Status.AWAY),
         )
 
     def init_server(self, key: Array) -> ServerState:

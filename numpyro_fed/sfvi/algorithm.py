@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -101,7 +102,7 @@ class SFVIAlgorithm(GradientAlgorithm):
             warm_start=warm_start,
             watch_reply=lambda up: jnp.array(True),  # that of a silo that has answered
             when_away=WhenAway.SCALE,
-            watched_away=jnp.array(False),
+            watched_away=np.array(False),
         )
 
     def init_server(self, key: Array, point: StartPoint | None = None) -> ServerState:

@@ -81,7 +81,10 @@ BATCH = 8
 # Share of particles that a step by the parabola moves, below which steps ask silos instead; and
 # calls of its program before an exchange, until particles have moved: fewer where a call takes
 # long, since it factors a matrix for each particle.
-LEAST_MOVED, MAX_CALLS, CALLS_WITH_MATRICES = 0.2, 12, 3
+LEAST_MOVED, MAX_CALLS, CALLS_WITH_MATRICES = 0.1, 12, 3
+# Step size below which trajectories by the parabola lead nowhere: it is too stiff, as where a few
+# particles are so far out that their gradients are many powers of ten larger than the others'.
+LEAST_STEP = 0.01
 LOST = -1e30  # in the place of a log density of minus infinity, which is no number times zero
 # Largest correlation of a coordinate with its value some trajectories before, at which particles
 # count as moved: on the way, and between those that are kept. And trajectories for that, at most.
@@ -325,9 +328,14 @@ class TemperedSMC:
             state.moves += 1
             at_posterior = state.b >= 1
             enough = MOVED_AT_POSTERIOR if at_posterior else MOVED
-            longest = MOVES_AT_POSTERIOR if at_posterior else MOVES
-            if state.moves < longest and correlation(state.particles.z, state.moved_from) > enough:
-                continue
+            if correlation(state.particles.z, state.moved_from) > enough:
+                # The parabola has as many exchanges as a trajectory that asks silos: far out, where
+                # it is wrong, particles may stand still.
+                if state.by_parabola and state.moves >= leaps_of(math.exp(state.log_step)):
+                    state.by_parabola, state.moves = False, 0
+                longest = MOVES_AT_POSTERIOR if at_posterior else MOVES
+                if state.by_parabola or state.moves < longest:
+                    continue
             if at_posterior:
                 state.kept.append(state.particles)
                 state.measure_moves()
@@ -357,6 +365,9 @@ class TemperedSMC:
             leaps = leaps_of(step_size)
             z, rate = surrogate.move(at, z, step_size, leaps, random)
             state.log_inner = next_step(state.log_inner, rate)
+            if state.log_inner < math.log(LEAST_STEP):
+                state.by_parabola, state.log_inner = False, math.log(FIRST_STEP)
+                return None
             if correlation(z, here.z) <= (MOVED_AT_POSTERIOR if state.b >= 1 else MOVED):
                 break
         end = evaluate(np.where(np.isfinite(z).all(1)[:, None], z, here.z))
@@ -364,7 +375,8 @@ class TemperedSMC:
         gain = np.where(end.found & here.found, state.b * (moved - stayed), -np.inf)
         gain = np.where(here.found, gain, np.where(end.found, np.inf, -np.inf))
         accepted = np.log(random.uniform(size=len(gain))) < gain
-        state.by_parabola = bool(accepted.mean() >= LEAST_MOVED)
+        went = (end.z != here.z).any(1)  # others are where they were, and so are accepted
+        state.by_parabola = bool((accepted & went).mean() >= LEAST_MOVED)
         return end.where(accepted, here)
 
     @cached_property

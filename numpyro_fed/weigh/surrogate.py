@@ -91,10 +91,7 @@ class Surrogate:
         h, g = h[finite], g[finite]
         if len(h) < LEAST_PARTICLES * self.predictors.number:
             return None
-        median = np.median(h, axis=0)
-        away = np.abs(h - median)
-        spread = np.maximum(np.median(away, axis=0), np.finfo(float).tiny)
-        weights = np.minimum(1.0, FAR / np.maximum((away / spread).max(1), FAR)) ** 4
+        weights = np.minimum(weights_near(h), weights_near(g))
         weights /= weights.sum()
         place, slope = weights @ h, weights @ g
         unit = np.maximum(np.sqrt(weights @ (h - place) ** 2), np.finfo(float).tiny)
@@ -169,6 +166,14 @@ class Surrogate:
             return trajectories_of(evaluate, key, z, jnp.asarray(at.root), step_size, leaps)
 
         return jax.jit(moves)  # it runs thousands of leapfrog steps
+
+
+def weights_near(x: np.ndarray) -> np.ndarray:
+    """Return weights (N,) of points (N, m) that fall off beyond ``FAR`` spreads of the median."""
+    away = np.abs(x - np.median(x, axis=0))
+    spread = np.maximum(np.median(away, axis=0), np.finfo(float).tiny)
+    farthest: np.ndarray = (away / spread).max(1)
+    return (FAR / np.maximum(farthest, FAR)) ** 4
 
 
 def trajectories_of(

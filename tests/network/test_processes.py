@@ -234,7 +234,7 @@ def test_silos_keep_the_states_of_the_last_runs():
     assert late.log_evidence == once.log_evidence
     for _ in range(MAX_RUNS):
         there.run(KEY, 1)
-    with pytest.raises(ModelError, match=r"this silo has no state of this run"):
+    with pytest.raises(ModelError, match=r"silo 0 has no state of this run"):
         nf.importance_correct(KEY, first, 50, 4)
 
 

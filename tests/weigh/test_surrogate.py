@@ -125,8 +125,9 @@ def test_particles_by_a_parabola_are_at_the_posterior(stretch, fit, monkeypatch)
         assert found.num_exchanges < 40
 
 
-def test_steps_ask_silos_where_hardly_a_particle_is_accepted(fit, monkeypatch):
-    """As a parabola that rises far away from the posterior leads them there."""
+@pytest.mark.parametrize(("place", "curvature"), [(40.0, 10.0), (0.0, 1e12)])
+def test_steps_ask_silos_where_hardly_a_particle_moves(place, curvature, fit, monkeypatch):
+    """As a parabola that rises far away leads them there, or a stiff one nowhere."""
     tried = []
     by_parabola = TemperedSMC._by_parabola
 
@@ -135,7 +136,7 @@ def test_steps_ask_silos_where_hardly_a_particle_is_accepted(fit, monkeypatch):
         return by_parabola(self, evaluate, state, random)
 
     def wrong(self, z, slopes):
-        return surrogate.Parabola(np.full(2, 40.0), np.zeros(2), 10 * np.eye(2))
+        return surrogate.Parabola(np.full(2, place), np.zeros(2), curvature * np.eye(2))
 
     monkeypatch.setattr(Surrogate, "parabola", wrong)
     monkeypatch.setattr(TemperedSMC, "_by_parabola", counted)
