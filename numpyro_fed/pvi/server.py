@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 

@@ -269,7 +269,7 @@ def test_spreads_that_hang_on_few_draws_take_more_of_them():
         with nf.silo_plate("row", y.shape[0]):
             numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(x @ b), 1.0), obs=y)
 
-    r = np.random.default_rng(6)
+    r = np.random.default_rng(7)
     silos = [
         {"x": np.stack([np.ones(n), *r.normal(size=(4, n))], 1), "y": r.poisson(1.0, n) * 1.0}
         for n in (16, 1, 6)
