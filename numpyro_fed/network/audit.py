@@ -63,12 +63,18 @@ class AuditLog:
     Raises
     ------
     ModelError
-        If the system has no log.
+        If the system has no log, or the file cannot be written.
     """
 
     def __init__(self, where: str, store: Store):
         self._where, self._store = where, store
         self._system = _system_log() if where == SYSLOG else None
+        file = Path(where).absolute()
+        if self._system is None and not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ModelError(
+                f"the audit log {where} cannot be written, and this silo answers nothing without: "
+                "make its folder, which the silo's user may write to, or give another place."
+            )
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Add a line; an OSError if it cannot be written."""

@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return args.command(args) or 0  # the doctor's status is 1 where something is wrong
     except TOLD as error:
-        print(f"numpyro-fed: {error}", file=sys.stderr)
+        print(f"numpyro-fed: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"numpyro-fed: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)

@@ -209,6 +209,12 @@ def test_a_log_is_printed_without_what_moves_a_cursor(file, capsys):
     assert main(["audit", str(file.with_name("another")), "--check"]) == 1
 
 
+def test_a_silo_whose_log_cannot_be_written_does_not_start(tmp_path):
+    nf.Silo({}, names={}, policy=nf.Policy(audit=str(tmp_path / "audit.jsonl")))
+    with pytest.raises(ModelError, match="make its folder"):
+        nf.Silo({}, names={}, policy=nf.Policy(audit=str(tmp_path / "none" / "audit.jsonl")))
+
+
 # --- the system's log ------------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ import time
 import numpy as np
 import pytest
 
+from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.network import cli
 from numpyro_fed.network.cli import main
 from numpyro_fed.network.engines import listen, short_folder
 
@@ -128,3 +130,16 @@ def test_what_is_wrong_with_a_study_is_said(study, capsys):
     ):
         assert main(words) == 1
         assert told in capsys.readouterr().err
+
+
+def test_an_error_is_told_with_its_notes(monkeypatch, capsys):
+    """As where a silo cannot be left out under sums."""
+
+    def raise_with_note(args):
+        error = ModelError("a silo is away")
+        error.add_note("and why the others do not go on")
+        raise error
+
+    monkeypatch.setattr(cli, "allow_kit", raise_with_note)
+    assert main(["allow", "kit"]) == 1
+    assert "numpyro-fed: a silo is away\nand why the others do not go on" in capsys.readouterr().err
