@@ -43,7 +43,7 @@ SUBJECTS = {
     "pvi/server.py": "pvi_steps pvi pvi_local pvi_rejections pvi_trust relatives schedules",
     "pvi/silo.py": "pvi_steps pvi pvi_local pvi_rejections pvi_trust relatives schedules",
     "sfvi/algorithm.py": "sfvi objectives minibatches runtime",
-    "network/policy.py": "of_data cli federation at_silo secure_sums",
+    "network/policy.py": "of_data cli federation at_silo secure_sums requesters",
     "network/ledger.py": "any_order federation private_clips privacy at_silo",
     "network/silo_runs.py": "any_order vertical_nodes federation at_silo malformed",
     "network/silo_sums.py": "secure_sums",
