@@ -315,6 +315,14 @@ def test_participants_count_for_all():
 FIELDS = ("model", "guide", "bound", "optim", "num_particles", "num_silos")
 
 
+def test_silos_keep_the_servers_centre_where_they_may_be_left_out():
+    split = Split("with_latents", 4)
+    data = jax.tree.map(lambda a: a[0], split.data)
+    parts = SFVIAlgorithm(*[getattr(split.whole, f) for f in FIELDS], in_part=True)
+    assert split.whole.init_silo(KEY, data).centre is None
+    assert parts.init_silo(KEY, data).centre.shape == (split.whole.model.dim,)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("framed", [False, True])
 def test_a_silo_that_was_away_has_the_guide_that_it_had(double, framed):
