@@ -69,6 +69,7 @@ def test_as_many_halves_of_a_digit_as_a_word_holds_are_added():
 def test_what_is_not_finite_adds_up_as_floating_numbers_do():
     inf, nan = np.inf, np.nan
     rows = np.array([[1.0, -inf, inf, -inf, nan, -1.0], [2.0, 3.0, 4.0, inf, 1.0, -inf]])
+    rows = np.append(rows, np.tile([-inf, inf, nan], (2, 1)), axis=1)  # of all parties
     np.testing.assert_array_equal(decode(total(words_of(rows)), 2), rows.sum(0))
 
 
