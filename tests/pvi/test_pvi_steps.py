@@ -126,6 +126,16 @@ class Rounds:
 # The server.
 
 
+def test_the_last_way_in_which_a_visit_ended_is_watched():
+    watch = parts().algorithm().watch_reply
+    for statuses, last in (
+        ([2, 0, 0, 0, 0, 0], 0),
+        ([1, 1, 0, 0, 0, 0], 1),
+        ([0, 2, 0, 0, 1, 0], 4),
+    ):
+        assert watch(Up(eta(0.0, 0.0), jnp.zeros(()), {}, jnp.array(statuses))) == last
+
+
 def test_the_server_adds_what_it_is_sent_times_the_damping():
     rounds = Rounds(parts(damping=0.5))
     state = rounds.pvi.init_server(KEY)
