@@ -197,9 +197,10 @@ def smoothed(losses):
 
 
 def steps_until(course, end, share):
-    """Steps until the bound is within a share of its end."""
+    """Steps until the bound is within a share of its end; infinite where it does not come there."""
     steps, bound = course
-    return float(steps[np.argmax(bound > (1 + share) * end)])
+    there = bound > (1 + share) * end
+    return float(steps[np.argmax(there)]) if there.any() else np.inf
 
 
 def figure_s2(args, silos, batch_size):
