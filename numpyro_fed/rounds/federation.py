@@ -468,9 +468,7 @@ class Federation:
             head, _ = read(sealed)
             if not is_sealed(sealed):
                 words = ascii(head.get("words", "without a reason"))[:500]
-                raise DataError(
-                    f"the silo, or somebody on the way, says: {words}"
-                )
+                raise DataError(f"the silo, or somebody on the way, says: {words}")
             reply, public = self._key.opened(sealed, envelope, message)
         except DataError as error:
             raise refused(f"is refused: {error}") from error
