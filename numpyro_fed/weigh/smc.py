@@ -155,7 +155,7 @@ class SMCState:
     ``log_step``: The log of the common step size.
     ``root`` (dim, dim): A root of the particles' covariance.
     ``moved_from`` (N, dim): The particles when they were last drawn again, or kept.
-    ``moves``: The trajectories, or steps by the parabola, since.
+    ``moves``: The steps by the parabola since; once these are given up, the trajectories since.
     ``by_parabola``: Whether steps are by the parabola; at ``log_inner`` is the log of their step
         size, and ``parabola`` the last one.
     ``arrived`` (N, dim): The particles when they came to the posterior.
@@ -357,13 +357,13 @@ class TemperedSMC:
         if state.parabola is None:
             state.by_parabola = False
             return None
+        path = OnPath(state.theta, state.reference, state.parabola, state.b, state.root)
         z = here.z
-        at = OnPath(state.theta, state.reference, state.parabola, state.b, state.root)
         most = CALLS_WITH_MATRICES if surrogate.predictors.factors_matrices else MAX_CALLS
         for _ in range(most):
             step_size = math.exp(state.log_inner)
             leaps = leaps_of(step_size)
-            z, rate = surrogate.move(at, z, step_size, leaps, random)
+            z, rate = surrogate.move(path, z, step_size, leaps, random)
             state.log_inner = next_step(state.log_inner, rate)
             if state.log_inner < math.log(LEAST_STEP):
                 state.by_parabola, state.log_inner = False, math.log(FIRST_STEP)

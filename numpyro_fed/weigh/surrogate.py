@@ -57,9 +57,9 @@ class Parabola(NamedTuple):
 
 
 class OnPath(NamedTuple):
-    """The density at ``b`` on the path from ``reference``, by a parabola; particles there.
+    """A density of the path, with the parabola in the place of the likelihood.
 
-    ``root`` (dim, dim) is a root of the particles' covariance.
+    ``b`` is its place on the path, and ``root`` (dim, dim) a root of the particles' covariance.
     """
 
     theta: Theta
