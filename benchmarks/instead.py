@@ -313,14 +313,15 @@ def as_rows(report: dict[str, dict[str, float]]) -> list[dict]:
             error += f" ({same['error']:.3f} where NUTS ran)"
         if not np.isnan(m["error_of_sd"]):
             error += f"; of the sd of hospitals {m['error_of_sd']:.2f}"
-        interval = f"{100 * m['coverage']:.0f} of 100 have the truth, {m['width']:.2f} wide"
+        share = f"{100 * m['coverage']:.0f} of 100"
         if m["registries"] <= 50:
-            interval = f"{m['width']:.2f} wide, in {m['registries']} registries"
+            share = f"{m['coverage'] * m['registries']:.0f} of {m['registries']}"
+        interval = f"{share} have the truth, {m['width']:.2f} wide"
         if "none" in m:
             interval += f"; none at {100 * m['none']:.0f} % of hospitals"
-        number = f"{m['messages']:.0f} message{'s' if m['messages'] > 1 else ''}"
-        messages = f"{number}, {m['seconds']:.2g} s: "
-        lines.append(table_row(name, error, interval, (messages if m["messages"] else "") + leaves))
+        number = f"{m['messages']:.0f} message{'s' if m['messages'] > 1 else ''}, "
+        cost = (number if m["messages"] else "") + (f"{m['seconds']:.2g} s: " if m["seconds"] else "")
+        lines.append(table_row(name, error, interval, cost + leaves))
     return lines
 
 
