@@ -137,6 +137,8 @@ class LedgerInAnyOrder(RuleBasedStateMachine):
         assert {name: kept[name] for name in self.spent} == self.spent
         assert kept["noise"] == self.noise
         assert min(self.ledger.left.values()) >= -1e-9
+        if not self.noise:
+            assert self.ledger.left["epsilon"] == self.policy.max_epsilon
 
 
 @pytest.mark.parametrize("examples", slow_but([10, 300], 0))

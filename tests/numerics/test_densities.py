@@ -317,7 +317,8 @@ def test_components_of_a_mixture_are_accurate_each_by_itself():
 
     far = dist.Gamma(1e7, 1e7), dist.HalfNormal(1.0)
     better = accurate(mixture(*far))
-    assert better.component_distributions[1] is far[1]
+    assert better.component_distributions[0] is not far[0]
+    assert better.component_distributions[1] is accurate(far[1]) is far[1]
     normal = np.log(2.0) - 0.5 - HALF
     expected = np.logaddexp(np.log(0.3) + accurate(far[0]).log_prob(1.0), np.log(0.7) + normal)
     np.testing.assert_allclose(better.log_prob(1.0), expected, rtol=1e-5)

@@ -57,7 +57,7 @@ print(json.dumps(found))
 
 def on(devices):
     """The numbers of a process with so many devices."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT],
         env={**os.environ, "XLA_FLAGS": flags},

@@ -21,8 +21,8 @@ from numpyro_fed.text.layout import layout_and_buckets
 KEY = jax.random.key(0)
 
 
-def first_places(model, silos, starts=2):
-    """Where a search with several starts begins, after the silos' own modes."""
+def first_places(model, silos, starts=2, places=None):
+    """Where a search with several starts begins, after the silos' own modes, and the silos' tops."""
     layout, buckets = layout_and_buckets(model, read(silos, model))
     fm, batches = layout.model, on_device(buckets)
     search = NewtonSearch(fm, len(silos), starts, None, None)
@@ -30,9 +30,10 @@ def first_places(model, silos, starts=2):
     ask = Conversation(transport_of_stacks(batches), KEY, len(silos), state.silos)
     first = search.first_ascents(KEY, np.random.default_rng(0))
     before = np.stack([start.trial for start in first])
-    search.begin_at_own_modes(ask, first)
+    search.begin_at_own_modes(ask, first, places)
     assert not ask.unusable
-    return before, np.stack([start.trial for start in first])
+    tops = np.concatenate([np.asarray(stack.top) for stack in ask.silos])
+    return before, np.stack([start.trial for start in first]), tops
 
 
 def linear(x, y):
@@ -46,9 +47,14 @@ def test_normal_posteriors_add_up_to_the_mode(double):
     r = np.random.default_rng(0)
     x = np.stack([np.ones(41), 1e3 + 1e2 * r.normal(size=41)], 1)
     y = x @ [1.0, -0.02] + 2 * r.normal(size=41)
-    _, places = first_places(linear, cut({"x": x, "y": y}, (1, 10, 30)))
+    silos = cut({"x": x, "y": y}, (1, 10, 30))
+    _, places, _ = first_places(linear, silos)
     exact = np.linalg.solve(x.T @ x / 4 + np.eye(2) / 9, x.T @ y / 4)
     np.testing.assert_allclose(places, np.stack([exact, exact]), rtol=1e-8)
+    # Half of the starts begin at modes of nearly the same data.
+    given = np.array([[7.0, 8.0], [9.0, 10.0]])
+    _, places, _ = first_places(linear, silos, 3, given)
+    np.testing.assert_allclose(places, [*given, exact], rtol=1e-8)
 
 
 def answers(x, y):
@@ -59,7 +65,7 @@ def answers(x, y):
 
 def test_a_silo_where_the_outcome_never_happens_is_held_by_its_share_of_the_prior(double):
     y = np.repeat([0, 1, 0, 1], [12, 5, 20, 23])
-    _, places = first_places(answers, cut({"x": np.zeros(60), "y": y}, (12, 48)))
+    _, places, _ = first_places(answers, cut({"x": np.zeros(60), "y": y}, (12, 48)))
     assert (np.abs(places - np.log(28 / 32)) < 1.0).all()
 
 
@@ -72,11 +78,24 @@ def nowhere(x, y):
 @pytest.mark.parametrize(("x", "expected"), [((0, 1), 3.0), ((1, 1), None)])
 def test_silos_where_nothing_is_finite_leave_the_others_to_decide(x, expected, double):
     silos = [{"x": np.full(4, v), "y": np.full(4, 3.0)} for v in x]
-    before, places = first_places(nowhere, silos)
+    before, places, _ = first_places(nowhere, silos)
     if expected is None:
         np.testing.assert_array_equal(places, before)
     else:  # with half of the prior
         np.testing.assert_allclose(places, expected * 4 / (4 + 0.5 / 25), rtol=1e-9)
+
+
+def without_a_top(x, y):
+    a = numpyro.sample("a", dist.Normal(0, 5))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.factor("y", jnp.where(x > 0, (a - y) ** 4, -0.5 * (a - y) ** 2))
+
+
+def test_a_silo_that_comes_to_no_mode_keeps_no_likelihood(double):
+    silos = [{"x": np.full(4, v), "y": np.full(4, 3.0)} for v in (0, 1)]
+    _, _, tops = first_places(without_a_top, silos)
+    np.testing.assert_allclose(tops[0], -0.5 * 4 * (3 - 12 / 4.02) ** 2, rtol=0.05)
+    assert (tops[1] == np.finfo(float).min).all()
 
 
 def rates(x, y):

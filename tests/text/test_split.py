@@ -683,8 +683,29 @@ def test_no_global_site_may_depend_on_a_constant_that_differs(inside):
             numpyro.sample("y", dist.Normal(mu.sum(), 1), obs=y)
 
     silos = read([{"n": n, "y": np.zeros(3)} for n in (1, 2)])
-    with pytest.raises(ModelError, match=r"'scaled'.* silo 1"):
+    each = r"is +0\.12573, -0\.26421 at silo 1, .* but +0\.12573 , -0\.132105 at silo 0"
+    with pytest.raises(ModelError, match=rf"'scaled'.*{each}"):
         split(model, silos)
+
+
+def test_a_global_site_may_be_nan_at_every_silo():
+    def model(n, y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        numpyro.deterministic("unknown", jnp.where(mu > n, jnp.nan, jnp.nan))
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    split(model, read([{"n": n, "y": np.zeros(3)} for n in (1, 2)]))
+
+
+def test_a_forgotten_outcome_is_named_by_the_data():
+    def model(y):
+        with silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(b, 1))
+
+    with pytest.raises(ModelError, match=r"was obs= forgotten at 'y' \(silo_plate 'row'\)\?"):
+        split(model, read([{"y": np.zeros(3)}]))
 
 
 def test_a_global_of_as_many_numbers_as_an_array_is_long_is_left_alone():

@@ -136,6 +136,7 @@ def test_the_shape_of_a_tail_is_that_of_pareto_smoothing():
         log_terms = np.log(r.pareto(index, 2_000))
         known = float(jax.jit(psis_weights)(log_terms.astype(np.float32))[1])
         assert tail_shape(log_terms) == pytest.approx(known, abs=1e-3)
+        assert tail_shape(log_terms + 1e3) == pytest.approx(tail_shape(log_terms))
     assert tail_shape(np.zeros(500)) == 0.0
 
 
