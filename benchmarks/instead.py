@@ -319,8 +319,9 @@ def as_rows(report: dict[str, dict[str, float]]) -> list[dict]:
         interval = f"{share} have the truth, {m['width']:.2f} wide"
         if "none" in m:
             interval += f"; none at {100 * m['none']:.0f} % of hospitals"
-        number = f"{m['messages']:.0f} message{'s' if m['messages'] > 1 else ''}, "
-        cost = (number if m["messages"] else "") + (f"{m['seconds']:.2g} s: " if m["seconds"] else "")
+        cost = f"{m['seconds']:.2g} s: " if m["seconds"] else ""
+        if number := round(m["messages"]):
+            cost = f"{number} message{'s' if number > 1 else ''}, {cost}"
         lines.append(table_row(name, error, interval, cost + leaves))
     return lines
 

@@ -22,7 +22,7 @@ KEY = jax.random.key(0)
 
 
 def first_places(model, silos, starts=2, places=None):
-    """Where a search with several starts begins, after the silos' own modes, and the silos' tops."""
+    """Where a search with several starts begins, after silos' own modes, and their tops."""
     layout, buckets = layout_and_buckets(model, read(silos, model))
     fm, batches = layout.model, on_device(buckets)
     search = NewtonSearch(fm, len(silos), starts, None, None)
