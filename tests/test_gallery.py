@@ -1,6 +1,7 @@
 """The models of the gallery: each has a page and a picture, and is that of NUTS."""
 
 import ast
+import json
 import sys
 from pathlib import Path
 
@@ -31,17 +32,22 @@ def test_a_model_has_a_page_and_a_picture(name):
     assert f"\n{name}\n" in (ROOT / "docs" / "models" / "index.md").read_text()
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_reference_of_a_model_is_of_its_script(name):
+    kept = json.loads(gallery.REFERENCES.read_text())[name]
+    remedy = f"run benchmarks/gallery.py --references --only {name}"
+    assert kept["script"] == gallery.digest(name), remedy
+    assert min(effective for _, _, effective in kept["elements"].values()) > 300
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_that_of_nuts(name):
+    """Its moments were kept by ``benchmarks/gallery.py --references``."""
     module = gallery.load(name)
-    silos = module.simulate()
-    fitted = nf.fit(jax.random.key(0), module.model, silos, progress_bar=False)
+    fitted = nf.fit(jax.random.key(0), module.model, module.simulate(), progress_bar=False)
     assert fitted.trusted
-    nuts = nf.run_nuts(
-        *(jax.random.key(1), module.model, silos),
-        **dict(start=fitted.mode, num_samples=1_500, num_chains=2, progress_bar=False),
-    )
-    for error, ratio, effective in gallery.elements(fitted, nuts):
-        assert error < 0.1 + 3 / np.sqrt(effective)
-        assert abs(np.log(ratio)) < 0.1 + 3 / np.sqrt(effective)
+    moments = json.loads(gallery.REFERENCES.read_text())[name]
+    for error, ratio, effective in gallery.distances(fitted, moments):
+        assert error < 0.1 + 2 / np.sqrt(effective)
+        assert abs(np.log(ratio)) < 0.1 + 2 / np.sqrt(effective)
