@@ -55,7 +55,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.05, 5.0
 MAX_AT_ONCE = 64
 MISSING = "wait", "reweight", "leave_out"
 LOG = "log.jsonl"
-KEYS_LOG = logging.getLogger("numpyro_fed.federation")
+LOGGER = logging.getLogger("numpyro_fed.federation")
 STALE = "StaleError"  # the name of the refusal of a message that came after a later one
 Cached = TypeVar("Cached")
 
@@ -359,6 +359,10 @@ class Federation:
                 replies[j] = reply
             if j in away or is_refusal(replies[j]):
                 without[j] = message, replies.get(j, b"")
+                if j not in away and len(replies) + len(away) < len(pairs):
+                    # By files the replies of the others may take days.
+                    words = "%s refuses '%s': an error says why once the others have answered"
+                    LOGGER.warning(words, label(j, self.silo_names), exchange)
             elif self._journal is not None:
                 # At once: what has come is not asked for again, whatever ends the others.
                 self._journal.add({j: (message, replies[j])})
@@ -494,7 +498,7 @@ class Federation:
                     f"{expected}. Ask the site, on another way, which one is its."
                 )
             if is_new:
-                KEYS_LOG.info("silo %d answers by the key %s", silo, fingerprint_of(public))
+                LOGGER.info("silo %d answers by the key %s", silo, fingerprint_of(public))
                 if self._journal is not None:
                     self._journal.keep_silo_keys(self._silo_keys)
         if public != known:

@@ -673,6 +673,17 @@ def test_a_fit_keeps_its_stages_where_a_silo_is_away():
     assert np.isfinite(fitted.sample_posterior(KEY, 10)["mu"]).all()
 
 
+def test_a_refusal_is_told_while_others_are_waited_for(caplog):
+    policies = nf.Policy(exchanges=("sfvi",)), FREE
+    silos = [nf.Silo({"y": np.ones(9)}, names=NAMES, policy=policy) for policy in policies]
+    federation = nf.Federation(InMemory([silo.answer for silo in silos]))
+    with pytest.raises(ModelError, match="silo 0 refuses"):
+        nf.describe_silos(federation)
+    assert (
+        "silo 0 refuses 'describe columns': an error says why once" in caplog.text
+    )
+
+
 @pytest.mark.slow
 def test_exchanges_come_in_the_order_of_the_policy(tmp_path):
     ordered = nf.Policy(exchanges=("sfvi", "importance"), in_order=True)
