@@ -679,9 +679,7 @@ def test_a_refusal_is_told_while_others_are_waited_for(caplog):
     federation = nf.Federation(InMemory([silo.answer for silo in silos]))
     with pytest.raises(ModelError, match="silo 0 refuses"):
         nf.describe_silos(federation)
-    assert (
-        "silo 0 refuses 'describe columns': an error says why once" in caplog.text
-    )
+    assert "silo 0 refuses 'describe columns': an error says why once" in caplog.text
 
 
 @pytest.mark.slow
