@@ -60,10 +60,7 @@ class PVIResult(Result):
 
     @in_precision_of_object
     def __call__(self) -> dict[str, dist.Distribution]:
-        """Return each global site's marginal, as a NumPyro distribution on its support.
-
-        It is ``result.posterior()``.
-        """
+        """Return each global site's marginal; it is ``result.posterior()``."""
         return self._pvi.globals.marginals(self._server.params.guide)
 
     @in_precision_of_object

@@ -128,11 +128,9 @@ def run_nuts(
     fm, sizes = layout.model, layout.sizes
     shared, private = _parameters(fm, read, params)
     key_init, key_run = jax.random.split(key)
-    totals = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
-    shapes: Shapes = {
-        "z_G": (num_chains, fm.dim),
-        "z_L": {p.name: (num_chains, totals[p.name], p.dim) for p in fm.plates},
-    }
+    rows = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
+    of_plates = {p.name: (num_chains, rows[p.name], p.dim) for p in fm.plates}
+    shapes: Shapes = {"z_G": (num_chains, fm.dim), "z_L": of_plates}
     if start is not None:
         # The covariance has shared parameters first; the globals are its last coordinates. The
         # log-determinant of L is constant and left out.
