@@ -676,7 +676,12 @@ def test_a_fit_keeps_its_stages_where_a_silo_is_away():
 def test_a_refusal_is_told_while_others_are_waited_for(caplog):
     policies = nf.Policy(exchanges=("sfvi",)), FREE
     silos = [nf.Silo({"y": np.ones(9)}, names=NAMES, policy=policy) for policy in policies]
-    federation = nf.Federation(InMemory([silo.answer for silo in silos]))
+
+    def later(message):
+        time.sleep(1.0)
+        return silos[1].answer(message)
+
+    federation = nf.Federation(InMemory([silos[0].answer, later]))
     with pytest.raises(ModelError, match="silo 0 refuses"):
         nf.describe_silos(federation)
     assert "silo 0 refuses 'describe columns': an error says why once" in caplog.text
