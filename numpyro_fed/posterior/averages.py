@@ -51,7 +51,8 @@ from numpyro_fed.weigh.log_likelihoods import at_draws, shape_of_draws, with_glo
 
 NOT_FINITE = "the averages are not finite at {}."
 SILO = "silo"  # what averages are by, where they are those of each silo
-ROWS_AT_ONCE = 2**21  # draws x rows of a silo that are computed side by side
+# Draws x rows of a silo that are computed side by side: more of them leave a core's own memory.
+ROWS_AT_ONCE = 2**16
 
 
 class AveragesOverRows(Questions):

@@ -196,6 +196,51 @@ def test_a_skewed_latent_is_drawn_from_its_conditional(double):
     assert abs(z.std() / spread - 1) < 4 / np.sqrt(n)
 
 
+def shares(y, total, sd):
+    with nf.silo_plate("hospital", 1):
+        u = numpyro.sample("u", dist.Normal(0, sd))
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Binomial(total, logits=mu + u[0]), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("yes", "of"), [(4.0, 4.0), (0.0, 1e5), (7e4, 1e5)], ids=["few", "rare", "nearly a cubic"]
+)
+def test_an_effect_of_a_hospital_is_drawn_whatever_its_rows_say(yes, of, double):
+    """Rows that a polynomial through five points describes, and others: moments by an integral."""
+    n, sd, mu = 20_000, 2.0, 0.4
+    silo = {"y": np.array([yes]), "total": np.array([of]), "sd": sd}
+    z = drawn(shares, silo, jnp.array([mu]), n)["hospital"][:, 0, 0]
+    u = np.linspace(-25, 15, 400_001)
+    log_p = yes * (mu + u) - of * np.logaddexp(0, mu + u) + stats.norm.logpdf(u, 0, sd)
+    p = np.exp(log_p - log_p.max())
+    mean = (p @ u) / p.sum()
+    spread = np.sqrt(p @ (u - mean) ** 2 / p.sum())
+    assert abs(z.mean() - mean) < 4 * spread / np.sqrt(n)
+    assert abs(z.std() / spread - 1) < 4 / np.sqrt(n)
+
+
+def lines_of_hospitals(x, y):
+    s = numpyro.sample("s", dist.HalfNormal(2))
+    with nf.silo_plate("hospital", 1):
+        line = numpyro.sample("line", dist.Normal(0, 1.5).expand([2]).to_event(1))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(line[0, 0] + line[0, 1] * x, s), obs=y)
+
+
+def test_intercept_and_slope_of_a_hospital_are_drawn_together(double):
+    n, r = 20_000, np.random.default_rng(0)
+    x = r.uniform(1, 3, 12)
+    y = 1 - 0.5 * x + r.normal(size=12)
+    z = drawn(lines_of_hospitals, {"x": x, "y": y}, jnp.array([0.0]), n)["hospital"][:, 0]
+    X = np.stack([np.ones(12), x], 1)
+    cov = np.linalg.inv(X.T @ X + np.eye(2) / 1.5**2)
+    mean, sd = cov @ X.T @ y, np.sqrt(np.diagonal(cov))
+    assert (np.abs(z.mean(0) - mean) < 4 * sd / np.sqrt(n)).all()
+    assert (np.abs(np.cov(z.T) - cov) < (5 / np.sqrt(n) + 0.015) * np.outer(sd, sd)).all()
+
+
 S = np.array([[1, 0.5], [0.5, 1]])
 
 
