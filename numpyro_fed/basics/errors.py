@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, TypeGuard
 
@@ -221,6 +222,13 @@ def one_of(name: str, value: object, *options: object) -> None:
     if value not in options:
         first = ", ".join(map(repr, options[:-1]))
         raise ValueError(f"{name}={value!r}: expected {first} or {options[-1]!r}.")
+
+
+def guessed(name: str, known: Iterable[str]) -> str:
+    """Return ``" Did you mean 'age'?"`` for a name like one of the known, or no words."""
+    by_lower = {option.lower(): option for option in known}
+    close = get_close_matches(name.lower(), by_lower, 1)
+    return f" Did you mean '{by_lower[close[0]]}'?" if close else ""
 
 
 def warn_user(words: str, category: type[Warning]) -> None:

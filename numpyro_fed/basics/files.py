@@ -301,10 +301,10 @@ def read_npz(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def npz(path: str | Path) -> Path:
-    """Return the file name of a path that was given to a ``save``."""
+    """Return the file name of a path that was given to a ``save``, with its ending or without."""
     # with_suffix would cut a part of a name such as "fit.2026" off.
     path = Path(path)
-    return path.with_name(f"{path.name}.npz")
+    return path if path.suffix == ".npz" else path.with_name(f"{path.name}.npz")
 
 
 def _damaged(file: Path, error: Exception) -> SavedStateError:

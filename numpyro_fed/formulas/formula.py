@@ -6,14 +6,13 @@ import keyword
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import permutations
 from typing import Any
 
 import numpy as np
 
-from numpyro_fed.basics.errors import DataError, ModelError
+from numpyro_fed.basics.errors import DataError, ModelError, guessed
 from numpyro_fed.formulas import reading
 from numpyro_fed.formulas.design import Agreed, Design, columns_read, terms_read
 from numpyro_fed.formulas.grammar import SILO, Grammar, parse
@@ -333,8 +332,9 @@ class Formula:
     def _check(self, name: str, frame: Any, columns: Sequence[str]) -> None:
         for column in columns:
             if column not in frame:
-                close = get_close_matches(column, map(str, frame), 1)
-                hint = f" Did you mean '{close[0]}'?" if close else ""
+                hint = guessed(column, map(str, frame))
+                if any(column in effect.factors for effect in self.grammar.groups):
+                    hint += " The group of all rows of a silo is named silo: (1 | silo)."
                 raise DataError(f"{name}: the table lacks '{column}'. It has {[*frame]}.{hint}")
             if column == self.grammar.response and not reading.is_numeric(
                 frame[column], also_bool=True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from numpyro_fed.basics.errors import ModelError
+from numpyro_fed.basics.errors import ModelError, guessed
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ FAMILIES = {
 def family_of(name: str, additions: dict[str, str]) -> OutcomeFamily:
     """Return a family by its name; raise an error for another, or for what it lacks."""
     if name not in FAMILIES:
-        raise ModelError(f"family={name!r}: known are {sorted(FAMILIES)}.")
+        raise ModelError(
+            f"family={name!r}: known are {sorted(FAMILIES)}.{guessed(str(name), FAMILIES)}"
+        )
     family = FAMILIES[name]
     for word in family.needs:
         if word not in additions:

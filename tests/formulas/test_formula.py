@@ -91,6 +91,8 @@ def test_what_is_no_formula_is_refused(text, says):
 def test_what_a_family_or_table_lacks_is_said():
     with pytest.raises(ModelError, match="family='normal': known are"):
         nf.formula("y ~ x", family="normal")
+    with pytest.raises(ModelError, match=r"Did you mean 'bernoulli'\?"):
+        nf.formula("y ~ x", family="bernouli")
     with pytest.raises(ModelError, match="needs 'trials' beside the response"):
         nf.formula("y ~ x", family="binomial")
     with pytest.raises(ModelError, match="'poisson' has no 'cens'"):
@@ -677,6 +679,10 @@ def test_correlations_are_told_and_effects_have_names():
 def test_a_column_that_is_misspelled_is_guessed():
     with pytest.raises(DataError, match=r"silo 0: the table lacks 'aeg'.*Did you mean 'age'.$"):
         nf.formula("y ~ aeg").silos([table()] * 2)
+    with pytest.raises(DataError, match=r"Did you mean 'age'.$"):
+        nf.formula("y ~ Age").silos([table()] * 2)
+    with pytest.raises(DataError, match=r"lacks 'hospital'.*named silo: \(1 \| silo\)"):
+        nf.formula("y ~ age + (1 | hospital)").silos([table()] * 2)
 
 
 def test_a_group_that_is_the_silo_is_told():

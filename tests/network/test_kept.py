@@ -24,6 +24,7 @@ from numpyro_fed.basics.files import (
     FolderLock,
     log_privately,
     private_folder,
+    read_npz,
     write_npz,
 )
 from numpyro_fed.network.cli import main
@@ -142,6 +143,8 @@ def test_a_file_is_never_open_to_others(tmp_path, open_umask, monkeypatch):
     monkeypatch.setattr(os, "replace", noted)
     write_npz(tmp_path / "a", {"x": np.ones(2)}, {})
     assert seen == [0o600]
+    for path in ("a", "a.npz"):  # the path that was given, or the file's own name
+        assert read_npz(tmp_path / path)[0]["x"].tolist() == [1, 1]
 
 
 # --- for one process at a time ---------------------------------------------------------------
