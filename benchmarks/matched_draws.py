@@ -82,13 +82,16 @@ def main():
         further = numbers(fm, theta, both.z_G[:new], of[:new])
         print(seed, "own draws", np.round(own, 3), "further ones", np.round(further, 3), flush=True)
         found.append([own, further])
+    if not found:
+        return
     own, further = np.array(found).mean(0)
     names = ("sd of the intercept", "95 % quantile of the effects' sd")
     rows = [
         table_row(name, f"{a:.3f}, {100 * (a / b - 1):+.1f} %", f"{b:.3f}, further draws")
         for name, a, b in zip(names, own, further, strict=True)
     ]
-    print(rows)
+    for row in rows:
+        print(f"{row['what']}: {row['ours']} from {row['reference']}")
     if args.json:
         write(args.json, rows, details={"found": found})
 
