@@ -18,8 +18,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from numpyro_fed.basics.errors import GuideError, ModelError, NonFiniteError, RefusedError
 from numpyro_fed.fitting.steps import (
     MIN_FOR_SFVI,
@@ -202,8 +200,8 @@ def match(steps: FitSteps, best: Corrected) -> Corrected:
         )
         if best.trusted or steps.left <= 0 or lacks_only_draws:
             break
-        too_few = best.pool is None or best.ess <= MIN_DRAWS_PER_GLOBAL * steps.fm.dim
-        proposal = None if too_few else matched(np.asarray(best.z_G), best.weights)
+        pool, too_few = best.pool, best.ess <= MIN_DRAWS_PER_GLOBAL * steps.fm.dim
+        proposal = None if pool is None or too_few else matched(pool.z_G, best.weights)
         if proposal is None:
             break
         name = "matched to the weighted draws"

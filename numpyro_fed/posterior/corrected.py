@@ -365,6 +365,7 @@ class Corrected(Posterior, WeightedDraws[Result]):
                 z_G=pool.z_G[some],
                 log_joint=pool.log_joint[some],
                 from_own=pool.from_own[some],
+                log_own=pool.log_own[:, some],
                 numbers=tuple(parts),
             )
         return replace(

@@ -452,8 +452,10 @@ def correct_from(
     .. math::
         \log w_s = \log p(z_G^s, y) - \log \sum_k \tfrac{n_k}{n}\, q_k(z_G^s),
 
-    so that no weight is larger than under the best of them (Owen and Zhou 2000). A density that
-    repeats is weighed in ``copy`` alone, by default that of the earlier one.
+    so that no weight is larger than under the best of them (Owen and Zhou 2000). At draws that a
+    mixture was matched to, :math:`q_k` is one matched without them
+    (:mod:`numpyro_fed.weigh.mixture`). A density that repeats is weighed in ``copy`` alone, by
+    default that of the earlier correction.
 
     Without ``own`` the new draws judge the earlier correction, since they had no part in the choice
     of a mixture. They come from all its mixtures, in their shares ``n_k / n``, as what they judge
@@ -495,8 +497,8 @@ def correct_from(
             pool = pool.with_draws(z_G, log_joint, from_own, numbers)
         shares = np.array(pool.numbers)
         log_q = [
-            wide.log_density_with(theta, mixture, pool.z_G)
-            for mixture, wide in zip(mixtures, proposals, strict=True)
+            wide.log_density(log_own, theta, mixture.moments, pool.z_G)
+            for log_own, mixture, wide in zip(pool.log_own, mixtures, proposals, strict=True)
         ]
         log_shares = np.log(shares / shares.sum())
         log_pooled = np.logaddexp.reduce(log_shares[:, None] + np.stack(log_q), 0)

@@ -250,7 +250,8 @@ class Tempered:
         else:
             z_G = fit.many_draws_of_globals().astype(np.float64)
             own = around_modes(z_G, (), np.zeros(1))
-        own = own._replace(log_shares=np.maximum(own.log_shares, LOST))  # of a finite slope
+        # Of a finite slope, and without what is known of draws that it was matched to.
+        own = own._replace(log_shares=np.maximum(own.log_shares, LOST), log_left_out=None)
         draws = generator(key)
         wide = WideParts.of(wider_parts_of(fit._fit), self.num_particles, WIDER)
         chosen = wide.draw_with(draws, theta, own)

@@ -18,6 +18,12 @@ Whitened coordinates whose weighted draws reach farther than a normal distributi
 first (:class:`.proposals.Bends`): logs of scales have tails that fall as exponentials. Of a
 logistic regression with correlated effects of six hospitals and ten globals, a mixture matched to
 2,700 effective draws had 9 % of effective draws by itself, and with two to four bends 43 %.
+
+Draws that are weighed by a mixture which was fitted to them weigh too little where they are dense
+by chance, and too much where they are not: sds came out 4 % too small, and the far quantile of a
+scale by 0.13 sd. So each draw is weighed by the density of a mixture fitted without its fold
+(``log_left_out``), as one judges a prediction by data that were not fitted. Draws from the mixture
+itself have had no part in it.
 """
 
 from __future__ import annotations
@@ -54,6 +60,8 @@ DRAWS_OF_PART = 10
 # Effective draws beyond the quantile at which a tail is looked at, its least and largest
 # probability, and how much farther than a normal one it must reach there to be bent.
 BEYOND, FARTHEST, NEAREST, REACHES = 10, 0.005, 0.05, 1.15
+# Folds of draws: with two and with ten errors came out the same, and ten cost five times as much.
+FOLDS = 3
 LEAST_POWER = 0.05
 SMALL = 1e-12  # least squared distance, in sds, from the other parts' first centres
 
@@ -168,6 +176,8 @@ class Mixture(NamedTuple):
     ``centres`` (K, dim).
     ``roots`` (K, dim, dim): Lower triangular roots of the scale matrices.
     ``frame``: Coordinates are whitened by it before they are bent.
+    ``log_left_out`` (n,): The log densities at draws that it was matched to, each by a mixture
+        matched without this draw's fold. None if it was not matched to draws.
     """
 
     log_shares: Numbers
@@ -175,6 +185,7 @@ class Mixture(NamedTuple):
     roots: Numbers
     frame: LocationScale
     bends: Bends
+    log_left_out: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -265,6 +276,19 @@ def mixture_at(centres: Sequence[np.ndarray], covariances: Sequence[np.ndarray])
 
 def matched(z: np.ndarray, weights: np.ndarray) -> Mixture | None:
     """Return the mixture fitted to draws ``z`` (n, dim) with weights (n,); None without spread."""
+    whole = _fitted(z, weights)
+    if whole is None:
+        return None
+    log_left_out = np.empty(len(z))
+    fold = np.random.default_rng(0).permutation(len(z)) % FOLDS
+    for left_out in (fold == i for i in range(FOLDS)):
+        rest = _fitted(z[~left_out], weights[~left_out]) or whole
+        log_left_out[left_out] = rest.log_prob(z[left_out])
+    return whole._replace(log_left_out=log_left_out)
+
+
+def _fitted(z: np.ndarray, weights: np.ndarray) -> Mixture | None:
+    """Return the mixture fitted to all these draws; None without spread."""
     counts = weights > 0
     z, weights = np.asarray(z, np.float64)[counts], weights[counts] / weights[counts].sum()
     mean = weights @ z
@@ -332,18 +356,19 @@ def _em(
         mass = weights * np.maximum(away, SMALL)
         chosen.append(u[random.choice(len(u), p=mass / mass.sum())])
     centres = np.stack(chosen)
+    prior = dim + 2
     for _ in range(ITERATIONS):
-        log_p = np.empty((number, len(u)))
-        for k, (mean, L) in enumerate(zip(centres, np.linalg.cholesky(covariances), strict=True)):
-            standard = np.linalg.solve(L, (u - mean).T)
-            log_p[k] = -0.5 * (standard**2).sum(0) - np.log(np.diagonal(L)).sum()
+        log_p, scatter = np.empty((number, len(u))), np.empty_like(covariances)
+        for k, inverse in enumerate(np.linalg.inv(np.linalg.cholesky(covariances))):
+            standard = (u - centres[k]) @ inverse.T
+            log_p[k] = np.log(np.diagonal(inverse)).sum() - 0.5 * (standard**2).sum(1)
         log_p += np.log(shares)[:, None]
-        r = weights * np.exp(log_p - np.logaddexp.reduce(log_p, 0))
+        r = np.exp(log_p - log_p.max(0))
+        r *= weights / r.sum(0)
         shares = np.maximum(r.sum(1), MIN_PART)
         centres = (r @ u) / shares[:, None]
-        away = u - centres[:, None]
-        scatter = np.einsum("kn,kni,knj->kij", r, away, away)
-        prior = dim + 2
+        for k, centre in enumerate(centres):
+            scatter[k] = (r[k, :, None] * (u - centre)).T @ (u - centre)
         covariances = (ess * scatter + prior * part) / (ess * shares + prior)[:, None, None]
         shares = shares / shares.sum()
     return shares, centres, covariances

@@ -236,6 +236,8 @@ class Pool(NamedTuple):
         weight.
     ``log_joint`` (n,): The log joint density of all silos there, locals integrated out.
     ``from_own`` (n,) bool: Whether a draw is from a mixture, and not from the parts around it.
+    ``log_own`` (K, n): The log density of each mixture there, without the parts around it. At draws
+        that the mixture was matched to it is that of a mixture matched without them.
     ``mixtures, wider, numbers``: Each mixture, the share of wider parts, the number of its draws.
     ``copy``: Where a density that repeats was weighed.
     """
@@ -243,6 +245,7 @@ class Pool(NamedTuple):
     z_G: np.ndarray
     log_joint: np.ndarray
     from_own: np.ndarray
+    log_own: np.ndarray
     mixtures: tuple[Mixture, ...]
     wider: tuple[float, ...]
     numbers: tuple[int, ...]
@@ -252,11 +255,18 @@ class Pool(NamedTuple):
     def empty(cls, dim: int, dtype: np.dtype[Any], copy: OneCopy | None) -> Pool:
         """Return a pool without draws."""
         none = np.zeros(0, dtype)
-        return cls(np.zeros((0, dim), dtype), none, np.zeros(0, bool), (), (), (), copy)
+        return cls(
+            np.zeros((0, dim), dtype), none, np.zeros(0, bool), np.zeros((0, 0)), (), (), (), copy
+        )
 
     def with_mixture(self, mixture: Mixture, wider: float) -> Pool:
         """Return the pool with one more mixture, the first one, of which there are no draws yet."""
+        same = [row for row, m in zip(self.log_own, self.mixtures, strict=True) if m is mixture]
+        row = same[0] if same else mixture.log_left_out
+        if row is None or not self.mixtures:
+            row = np.asarray(mixture.log_prob(self.z_G))
         return self._replace(
+            log_own=np.stack([row, *self.log_own]),
             mixtures=(mixture, *self.mixtures),
             wider=(wider, *self.wider),
             numbers=(0, *self.numbers),
@@ -275,6 +285,7 @@ class Pool(NamedTuple):
             z_G=np.concatenate([z_G, self.z_G]),
             log_joint=np.concatenate([log_joint, self.log_joint]),
             from_own=np.concatenate([from_own, self.from_own]),
+            log_own=np.concatenate([[m.log_prob(z_G) for m in self.mixtures], self.log_own], 1),
             numbers=tuple(n + m for n, m in zip(self.numbers, more, strict=True)),
         )
 

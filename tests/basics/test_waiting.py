@@ -128,7 +128,9 @@ def correction(numbers, log_weights):
     none = Mixture.of(np.zeros(1), np.zeros((1, 1)), np.ones((1, 1, 1)))
     z = np.arange(n)[:, None].astype(float)
     own = np.arange(n) % 5 > 0
-    pool = Pool(z, -z[:, 0], own, (none,) * len(numbers), (0.1,) * len(numbers), numbers)
+    K = len(numbers)
+    log_own = np.tile(z[:, 0], (K, 1))
+    pool = Pool(z, -z[:, 0], own, log_own, (none,) * K, (0.1,) * K, numbers)
     w = np.exp(log_weights - log_weights.max())
     w /= w.sum()
     nothing = dict.fromkeys(
@@ -167,6 +169,7 @@ def test_silos_are_left_out_of_as_many_draws_as_are_needed():
     np.testing.assert_array_equal(some.log_weights, log_weights[which])
     np.testing.assert_array_equal(some.pool.log_joint, -which)
     np.testing.assert_array_equal(some.pool.from_own, which % 5 > 0)
+    np.testing.assert_array_equal(some.pool.log_own, np.tile(which, (3, 1)))
     np.testing.assert_allclose(some.weights.sum(), 1.0)
     even = correction((4_000,), np.zeros(4_000))
     assert even._some(even._number_left_out) is even
