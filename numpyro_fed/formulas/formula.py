@@ -16,7 +16,7 @@ from numpyro_fed.basics.errors import DataError, ModelError, guessed
 from numpyro_fed.formulas import reading
 from numpyro_fed.formulas.design import Agreed, Design, columns_read, terms_read
 from numpyro_fed.formulas.grammar import SILO, Grammar, parse
-from numpyro_fed.formulas.outcomes import OutcomeFamily, family_of
+from numpyro_fed.formulas.outcomes import COVARIATES, OutcomeFamily, family_of
 from numpyro_fed.formulas.text import WrittenText
 from numpyro_fed.methods.columns import levels, moments
 from numpyro_fed.rounds.federation import Federation
@@ -35,6 +35,8 @@ class Formula:
         Groups to whose members rows of several silos belong.
     min_count : int
         The least number of rows of a level, at some silo, that is told by its name.
+    missing : dict of str to str
+        Columns that rows may miss, and their distributions.
     agreed : Agreed or None
         What silos have agreed on, from which the text is written.
     """
@@ -44,6 +46,7 @@ class Formula:
     priors: Mapping[str, str] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
     min_count: int = 5
+    missing: Mapping[str, str] = field(default_factory=dict)
     agreed: Agreed | None = None
     # The members of groups within a silo by its name, which stay here.
     _members: dict[str, dict[str, np.ndarray]] = field(default_factory=dict, repr=False)
@@ -55,6 +58,16 @@ class Formula:
         for name in self.shared:
             if (name,) not in [group.factors for group in grammar.groups]:
                 raise ModelError(f"shared: '{name}' is no group of {self.formula!r}.")
+        usable = {*columns_read(grammar)} - {*grammar.additions.values()}
+        usable -= {f"C_{column}" for column in grammar.factors}
+        for name, family in self.missing.items():
+            if name not in usable:
+                raise ModelError(
+                    f"missing: '{name}' is no column of numbers in the terms of {self.formula!r}."
+                    f"{guessed(name, usable)} Of categories make one more, such as 'unknown'."
+                )
+            if family not in COVARIATES:
+                raise ModelError(f"missing: '{name}' is {family!r}; known are {[*COVARIATES]}.")
         return grammar
 
     @cached_property
@@ -105,10 +118,13 @@ class Formula:
             }
             for name, frame in frames.items():
                 self._check(name, frame, [*read, grammar.response])
+            for name, frame in frames.items():
+                reading.check_missing(name, frame, self.missing)
             own = {f"C_{c}" for c in grammar.factors}
             reading.check_kinds(frames, [c for c in read if c not in {*self.shared} | own])
+            whole = [c for c in read if c not in self.missing]
             asked = [
-                frame[reading.complete_rows(name, frame, read)] for name, frame in frames.items()
+                frame[reading.complete_rows(name, frame, whole)] for name, frame in frames.items()
             ]
             if categorical is None:
                 categorical = [c for c in read if self._is_categorical(c, asked)]
@@ -120,6 +136,7 @@ class Formula:
                     [frame[grammar.response] for frame in asked]
                 )
         categorical = [*dict.fromkeys([*categorical, *self.shared])]
+        categorical = [c for c in categorical if c not in self.missing]
         numeric = [c for c in read if c not in categorical]
         numeric += [] if ordinal else [grammar.response]
         of_levels, of_numbers = asked, asked
@@ -202,6 +219,8 @@ class Formula:
         of_groups = [f for group in written.own_groups for f in group.factors if f != SILO]
         read = [*columns_read(self.grammar), *self.shared, *of_groups]
         self._check(name, frame, read if new else [*read, response])
+        reading.check_missing(name, frame, self.missing)
+        read = [c for c in read if c not in self.missing]
         if new:
             reading.check_new_rows(name, frame, read)
         else:
@@ -269,7 +288,13 @@ class Formula:
             raise ModelError(f"silos have agreed on nothing about the column '{lacking[0]}'.")
         design = Design(self.grammar, self.agreed)
         return WrittenText(
-            self.formula, self.family, self.distribution, design, self.priors, self.shared
+            self.formula,
+            self.family,
+            self.distribution,
+            design,
+            self.priors,
+            self.shared,
+            self.missing,
         )
 
     @property
@@ -363,6 +388,7 @@ def formula(
     priors: Mapping[str, str] | None = None,
     shared: Sequence[str] = (),
     min_count: int = 5,
+    missing: Mapping[str, str] | None = None,
     agreed: Agreed | None = None,
 ) -> Formula:
     r"""Return a model that is written as a formula, in the grammar of lme4 and brms.
@@ -394,6 +420,11 @@ def formula(
         are global latents, and their names are told, as those of levels.
     min_count : int
         The least number of rows of a level that is told by its name; rarer ones are ``other``.
+    missing : dict of str to str, optional
+        Columns of numbers that rows may miss, and how they are distributed: ``{"age": "gaussian",
+        "crp": "lognormal", "smokes": "bernoulli"}``. Rows that miss them stay: the column is a
+        latent there, about a line of those of the formula's columns that each row has, and of the
+        ones before it in the dict. Rows that miss another covariate are left out.
     agreed : Agreed, optional
         What silos have agreed on before.
 
@@ -441,6 +472,6 @@ def formula(
     >>> fitted.summary().index.tolist()
     ['Intercept', 'Intercept_centred', 'b[age]', 'b[ward[B]]', 'b[ward[C]]', 'sigma']
     """
-    found = Formula(formula, family, priors or {}, tuple(shared), min_count, agreed)
+    found = Formula(formula, family, priors or {}, tuple(shared), min_count, missing or {}, agreed)
     _ = found.grammar, found.distribution  # whose errors come here
     return found

@@ -1,4 +1,4 @@
-"""The distributions of outcomes that a formula can have, as lines of a text."""
+"""The distributions of outcomes, and of missing covariates, that a formula can have, as text."""
 
 from __future__ import annotations
 
@@ -89,6 +89,14 @@ FAMILIES = {
         "log", WEIBULL, "jnp.exp(eta)", (("shape", "dist.LogNormal(0.0, 1.0)"),), allows=("cens",)
     ),
     "cumulative": OutcomeFamily("logit", "dist.OrderedLogistic(eta, cutpoints)", "", ordinal=True),
+}
+
+# Distributions of columns of which rows may lack the value, about a line ``{eta}``: a distribution
+# with its scale ``{sigma}``, if it has one.
+COVARIATES = {
+    "gaussian": "dist.Normal({eta}, {sigma})",
+    "lognormal": "dist.LogNormal({eta}, {sigma})",
+    "bernoulli": "dist.Bernoulli(logits={eta})",
 }
 
 

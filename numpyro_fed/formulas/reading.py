@@ -156,6 +156,24 @@ def complete_rows(name: str, frame: Any, columns: Sequence[str]) -> Any:
     )
 
 
+def check_missing(name: str, frame: Any, missing: Mapping[str, str]) -> None:
+    """Raise an error for columns with missing values that their distributions cannot have."""
+    for column, family in missing.items():
+        if (kind := kind_of(frame[column])) not in (NUMBER, YES_NO, EMPTY):
+            raise DataError(
+                f"{name}, '{column}': missing= is for numbers and yes or no, and this is "
+                f"{PLURALS[kind]}. Of categories make one more: fillna('unknown')."
+            )
+        values = floats(frame[column].dropna())
+        if family == "bernoulli" and not np.isin(values, [0, 1]).all():
+            raise DataError(f"{name}, '{column}': 'bernoulli' has the values 0 and 1 alone.")
+        if family == "lognormal" and (values <= 0).any():
+            raise DataError(
+                f"{name}, '{column}': 'lognormal' has values above zero, and the least one is "
+                f"{values.min():g}. Use 'gaussian', or add a number to the column."
+            )
+
+
 def check_new_rows(name: str, frame: Any, columns: Sequence[str]) -> None:
     """Raise an error for rows to predict for that miss a covariate."""
     there = frame[[*dict.fromkeys(columns)]].notna()
@@ -177,7 +195,7 @@ def warn_of_missing(
         lacking = ", ".join(repr(c) for c in dict.fromkeys(columns) if frame[c].isna().any())
         words.append(
             f"{len(frame) - number} of {len(frame)} rows miss a covariate ({lacking}), and are "
-            "left out. To model what is missing give the column a distribution in the text."
+            "left out. To keep them give the columns a distribution: formula(missing={...})."
         )
     if (no_outcome := int(frame[response][whole].isna().sum())) == number:
         words.append(f"no row has an outcome '{response}': the silo tells nothing.")

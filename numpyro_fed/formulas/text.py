@@ -15,7 +15,7 @@ import numpy as np
 from numpyro_fed.basics.errors import ModelError
 from numpyro_fed.formulas.design import ColumnBlock, Design, ReadTerms
 from numpyro_fed.formulas.grammar import SILO, GroupEffect, Smooth, names_in
-from numpyro_fed.formulas.outcomes import OutcomeFamily
+from numpyro_fed.formulas.outcomes import COVARIATES, OutcomeFamily
 
 WIDE = 2.5  # of priors, in sds of the outcomes, as in rstanarm
 OF_SILOS = 1.0  # the same of the sd of silos' effects: few silos say little of it
@@ -43,6 +43,7 @@ class WrittenText:
     design: Design
     priors: Mapping[str, str]
     shared: tuple[str, ...]
+    missing: Mapping[str, str]
 
     @cached_property
     def own_groups(self) -> list[GroupEffect]:
@@ -138,13 +139,16 @@ class WrittenText:
     def __str__(self) -> str:
         grammar = self.design.grammar
         outside, sums = list(self._coefficients()), self._sums_of_coefficients
+        for column in self.missing:
+            outside += self._covariate_prior(column)
         for smooth in grammar.smooths:
             outside += self._smooth_prior(smooth)
         # Outer groups first, whose effects are the means of those within them.
         for effect in sorted(grammar.groups, key=self._depth):
             outside += self._group_prior(effect, self.design.terms_of(effect.expression))
         outside += [self._sample(name, prior) for name, prior in self._parameters]
-        inside = [line for smooth in grammar.smooths for line in _smooth(smooth, self.design)]
+        inside = [self._covariate(column) for column in self.missing]
+        inside += [line for smooth in grammar.smooths for line in _smooth(smooth, self.design)]
         inside += [f"X = {_matrix(self.design.common.columns)}"] if sums[-1:] == ["XB"] else []
         product = "(X - centre) @ b" if self._is_centred else "X @ b"
         sums = [product if s == "XB" else s for s in sums]
@@ -174,12 +178,21 @@ class WrittenText:
         if twice := sorted(name for name in {*names} if names.count(name) > 1):
             raise ModelError(f"a column has the name of an argument, '{twice[0]}': rename it.")
         arguments, found = {*names}, list(ast.walk(ast.parse(text)))
+        for block in self.computed:
+            if lost := sorted({*self.missing} & names_in([block.computed])):
+                raise ModelError(
+                    f"missing: the term '{block.computed}' is computed before the model, where "
+                    f"'{lost[0]}' is not known. The text computes s({lost[0]}), log({lost[0]}) and "
+                    f"I({lost[0]}**2)."
+                )
         own = {n.id for n in found if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         own |= {"dist", "jax", "jnp", "nf", "numpyro"}
+        own -= {*self.missing}
         if taken := sorted(arguments & own):
             raise ModelError(f"the text has a name {taken[0]!r} of its own: rename that column.")
         calls = (n for n in found if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))
-        sites = {n.args[0].value for n in calls if n.func.attr == "sample"}  # type: ignore[attr-defined]
+        latents = [n for n in calls if not any(word.arg == "obs" for word in n.keywords)]
+        sites = {n.args[0].value for n in latents if n.func.attr == "sample"}  # type: ignore[attr-defined]
         known = {*sites, "Intercept", "cutpoints", "sd"}
         if unknown := sorted({*self.priors} - known):
             raise ModelError(f"priors: there is no {unknown[0]!r}; known are {sorted(known)}.")
@@ -237,8 +250,7 @@ class WrittenText:
         if self.distribution.link == "identity":
             return mean - offset
         trials = grammar.additions.get("trials")
-        share = min(max(mean / agreed.mean[trials] if trials else mean, 0.01), 0.99)
-        return math.log(share / (1 - share)) - offset
+        return _logit(mean / agreed.mean[trials] if trials else mean) - offset
 
     @property
     def _parameters(self) -> list[tuple[str, str]]:
@@ -253,6 +265,47 @@ class WrittenText:
         # As JSON: levels are words of silos, which must stay words whatever is in them.
         words = f', infer={{"labels": {json.dumps(list(labels))}}}' if labels else ""
         return f'numpyro.sample("{name}", {self._prior(name, prior)}{words})'
+
+    def _beside(self, column: str) -> list[ColumnBlock]:
+        """Return the columns on whose line a column with missing values lies.
+
+        They are those of the formula that have a value at each row, and missing ones before it.
+        """
+        later = {*list(self.missing)[list(self.missing).index(column) :]}
+        columns = self.design.common.columns
+        return [c for c in columns if not later & names_in([c.computed or c.expression])]
+
+    def _covariate_prior(self, column: str) -> Iterator[str]:
+        """Return the lines of the parameters of a column with missing values."""
+        mean, sd = self.design.agreed.mean[column], self.design.agreed.sd[column] or 1.0
+        family, beside = self.missing[column], self._beside(column)
+        if family == "lognormal":
+            sd = math.sqrt(math.log1p((sd / mean) ** 2))
+            mean = math.log(mean) - sd**2 / 2
+        elif family == "bernoulli":
+            mean, sd = _logit(mean), 1.0
+        yield f"# Where {column} is missing it lies about a line of the columns beside it."
+        prior = f"dist.Normal({_number(mean, sd)}, {_number(WIDE * sd)})"
+        yield f"intercept_{column} = {self._site(f'Intercept_{column}', prior)}"
+        if beside:
+            width = np.concatenate([c.width for c in beside])
+            centre = np.concatenate([c.centre for c in beside])
+            labels = [label for c in beside for label in c.labels]
+            prior = f"dist.Normal(0.0, {_array(WIDE * sd / width)}).to_event(1)"
+            yield f"b_{column} = {self._site(f'b_{column}', prior, labels)}"
+            yield f"centre_{column} = {_array(centre, width)}"
+        if "sigma" in COVARIATES[family]:
+            prior = f"dist.HalfNormal({_number(WIDE * sd)})"
+            yield self._sample(f"sigma_{column}", prior)
+
+    def _covariate(self, column: str) -> str:
+        """Return the line in which a column with missing values gets them."""
+        eta = f"intercept_{column}"
+        if beside := self._beside(column):
+            eta += f" + ({_matrix(beside)} - centre_{column}) @ b_{column}"
+        words = COVARIATES[self.missing[column]].format(eta=eta, sigma=f"sigma_{column}")
+        mask = f"~jnp.isnan({column})"
+        return f'{column} = numpyro.sample("{column}", {words}, obs={column}, obs_mask={mask})'
 
     def _smooth_prior(self, smooth: Smooth) -> Iterator[str]:
         x, k = smooth.column, smooth.size
@@ -353,6 +406,11 @@ def _matrix(columns: Sequence[ColumnBlock]) -> str:
     if len(columns) == 1 and columns[0].is_vector:
         return f"({columns[0].expression})[:, None]"
     return f"jnp.column_stack([{', '.join(c.expression for c in columns)}])"
+
+
+def _logit(share: float) -> float:
+    share = min(max(share, 0.01), 0.99)
+    return math.log(share / (1 - share))
 
 
 def _number(value: float, scale: float = 0.0) -> str:

@@ -284,7 +284,7 @@ def _tail(distance: np.ndarray, w: np.ndarray) -> tuple[float, bool]:
     beyond = np.cumsum(w)
     effective = np.maximum.accumulate(beyond**2 / np.maximum(np.cumsum(w**2), 1e-300))
     far, near, nearest = np.searchsorted(effective, [FAR_DRAWS, NEAR_DRAWS, NEAREST_DRAWS])
-    nearest = min(nearest, np.searchsorted(beyond, OF_TAIL))
+    nearest = min(nearest, np.searchsorted(beyond, OF_TAIL), len(w) - 1)
     if near < len(w):  # closer by than draws that are as far as can be
         near = max(near, np.searchsorted(-log_distance, -log_distance[far], side="right"))
     if near >= len(w):

@@ -183,6 +183,18 @@ def test_values_that_overflow_belong_to_a_heavy_tail():
     assert found.infinite.all()
 
 
+def test_a_side_may_have_next_to_no_mass():
+    """As where the median is the largest value but for a few draws of no weight to speak of."""
+    r = np.random.default_rng(0)
+    x, w = np.minimum(r.normal(size=4_000), -0.1), even(4_000)
+    x[x > -0.5], w[:300] = -0.5, 1e-12
+    same = errors_of(x, w / w.sum())
+    x[:300] = r.exponential(size=300)
+    found = errors_of(x, w / w.sum())
+    np.testing.assert_allclose(found.error[:2], same.error[:2], rtol=1e-2)
+    assert not found.infinite.any()
+
+
 def test_one_draw_with_all_the_weight_knows_nothing():
     found = errors_of(np.linspace(-1, 1, 400), np.eye(400)[7])
     assert np.isinf(found.error).all()
