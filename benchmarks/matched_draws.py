@@ -1,9 +1,10 @@
 """Do draws that chose a mixture, and are weighed by it, know a posterior as well as they say?
 
 Five hospitals of 4 to 300 patients, a logistic regression with an effect of the hospital. A fit
-matches mixtures to its weighted draws, and weighs all draws so far by all mixtures together. Each
-draw has had its part in the choice of the mixtures by which it is weighed. Further draws from the
-same mixtures have had none: their averages are those of the posterior, but for their own noise.
+matches mixtures to its weighted draws, and weighs all draws so far by all mixtures together. A
+draw that was weighed by a mixture it had a part in would count too little where it is far out: so
+it is weighed by one matched without it. Further draws from the mixtures have had no part in any:
+their averages are those of the posterior, but for their own noise.
 
 Printed are the sd of the intercept and the 95 % quantile of the sd of the hospitals' effects, by
 the fit's own draws and by as many further ones, over several seeds.
