@@ -54,10 +54,11 @@ NEARBY = LatentSearch(tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2, 2.0**-4
 # the sd 0.15 % too large with one latent, and 0.6 % with two.
 CELLS, REACH = 64, 6.0
 CELLS_OF_PAIR, REACH_OF_PAIR = 24, 4.5
-# Points in each dimension at which the rows below an outer plate are asked, where a polynomial
-# through these serves for all cells: where its terms of the highest degree are this small, in nats.
-# What 10,000 binary rows say of their hospital differs from a cubic by 5e-4 nats or so.
-FEW_POINTS, SMALL_TERM = 5, 1e-3
+# Points in each dimension at which the rows below an outer plate are asked, few and then more. A
+# polynomial through these serves for all cells where its terms of the highest degree are this
+# small, in nats. What 10,000 binary rows say of their hospital differs from a cubic by 5e-4 nats or
+# so, and what 20 say from a polynomial of degree 12 by 1e-4.
+FEW_POINTS, SMALL_TERM = (5, 13), 1e-3
 FARTHEST = 2.0  # decrement, in nats, at which a Newton step still leads close to a mode
 # Differences of derivatives that count as none: of a row's own, and of the largest of all rows.
 SAME, ROUNDING = 1e-2, 1e-4
@@ -211,28 +212,32 @@ class RowIntegrals:
         """Return a draw of the outer plate's latents given the globals, if there is one.
 
         Cells differ by the outer plate's own density, and by what the rows below say. Many rows say
-        nearly a cubic, and then a few points tell it at all cells.
+        nearly a cubic, and then a few points tell it at all cells. Loops of no steps are what is
+        not needed: a condition would take both ways where draws are side by side.
         """
         outer = Laplace(self.model).outer_plates
         if not outer:
             return {}
         mode, root, terms = self._outer_integrand(theta, z_G, near, data)
         cells, width = _cells(mode.shape[1])
-        points, to_cells, highest = _polynomial(mode.shape[1])
 
-        def below(step: Array) -> Array:
-            return terms(mode + root @ step)[1]
+        def below(places: np.ndarray, known: Array) -> Array:
+            """Return what rows say at places (M, d), (M, n), unless it is known."""
+            return jax.lax.fori_loop(
+                jnp.where(known, len(places), 0),
+                len(places),
+                lambda i, found: found.at[i].set(terms(mode + root @ jnp.asarray(places)[i])[1]),
+                jnp.zeros((len(places), len(mode)), mode.dtype),
+            )
 
-        at_points = jax.lax.map(below, points)
-        allowed = SMALL_TERM + jnp.finfo(at_points.dtype).eps * jnp.abs(at_points).max()
-        few = (jnp.abs(highest @ at_points) < allowed).all()
-        # A loop of no steps: a condition would take both ways where draws are side by side.
-        log_p = jax.lax.fori_loop(
-            jnp.where(few, len(cells), 0),
-            len(cells),
-            lambda i, log_p: log_p.at[i].set(below(jnp.asarray(cells)[i])),
-            to_cells @ at_points,
-        )
+        known, log_p = jnp.array(False), jnp.zeros((len(cells), len(mode)), mode.dtype)
+        for number in FEW_POINTS:
+            points, to_cells, highest = _polynomial(number, mode.shape[1])
+            at_points = below(points, known)
+            log_p = jnp.where(known, log_p, to_cells @ at_points)
+            allowed = SMALL_TERM + jnp.finfo(mode.dtype).eps * jnp.abs(at_points).max()
+            known |= (jnp.abs(highest @ at_points) < allowed).all()
+        log_p = jnp.where(known, log_p, below(cells, known))
         log_p += jax.lax.map(lambda cell: terms(mode + root @ cell)[0], cells)
         cell = _drawn_cell(key, log_p, cells, width)
         return {outer[0]: mode + (root @ cell[..., None])[..., 0]}
@@ -356,22 +361,23 @@ def _cells(dim: int) -> tuple[np.ndarray, float]:
     return grid.reshape(-1, dim), width
 
 
-def _polynomial(dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _polynomial(number: int, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return points (P, dim) of a polynomial, in sds, and two matrices for values there (P,).
 
-    The first makes of them values at all :func:`_cells`, by the polynomial through the points. The
-    second makes those coefficients, in Chebyshev's basis, that have the highest degree.
+    There are ``number`` in each dimension. The first matrix makes of them values at all
+    :func:`_cells`, by the polynomial through the points. The second makes those coefficients, in
+    Chebyshev's basis, that have the highest degree.
     """
-    degree, (cells, _) = FEW_POINTS - 1, _cells(dim)
+    degree, (cells, _) = number - 1, _cells(dim)
     reach, basis = REACH if dim == 1 else REACH_OF_PAIR, np.polynomial.chebyshev.chebvander
-    points = -np.cos(np.pi * np.arange(FEW_POINTS) / degree)
+    points = -np.cos(np.pi * np.arange(number) / degree)
     fit = np.linalg.inv(basis(points, degree))
     to_cells, to_coefficients = np.ones((len(cells), 1)), np.ones((1, 1))
     for x in cells.T / reach:  # a factor for each dimension; the last one moves fastest
         factor = basis(x, degree) @ fit
         to_cells = (to_cells[:, :, None] * factor[:, None, :]).reshape(len(cells), -1)
         to_coefficients = np.kron(to_coefficients, fit)
-    degrees = np.indices((FEW_POINTS,) * dim).max(0).ravel()
+    degrees = np.indices((number,) * dim).max(0).ravel()
     grid = np.stack(np.meshgrid(*[points] * dim, indexing="ij"), -1).reshape(-1, dim)
     return reach * grid, to_cells, to_coefficients[degrees == degree]
 
