@@ -23,6 +23,7 @@ from numpyro_fed.basics.programs import in_precision_of_object
 from numpyro_fed.basics.trees import elements
 from numpyro_fed.data.silo_data import ALL, names_or_numbers
 from numpyro_fed.rounds.progress import shows
+from numpyro_fed.text.handlers import UNOBSERVED
 from numpyro_fed.weigh.element_errors import ElementErrors
 
 Names = Sequence[object] | None  # of the entries along an axis; None where they have none
@@ -42,7 +43,12 @@ class Columns(NamedTuple):
     def of(
         cls, run: Run, draws: Mapping[str, Any], silo: WhichSilo | None, labels: Labels
     ) -> Columns:
-        """Return the elements of draws {site: (n, ...)} of the globals, and of some silos."""
+        """Return the elements of draws {site: (n, ...)} of the globals, and of some silos.
+
+        What NumPyro draws beside the observed values of a site is in that site already.
+        """
+        twice = [k for k in draws if k.endswith(UNOBSERVED) and k.removesuffix(UNOBSERVED) in draws]
+        draws = {site: value for site, value in draws.items() if site not in twice}
         of_silos = {} if silo is None else _silo_axes(run, silo)
         of_text = run._fit.model.labels
         names = list[str]()

@@ -26,7 +26,7 @@ from numpyro_fed.methods.method import rebuilt
 from numpyro_fed.methods.row_method import RowMethod
 from numpyro_fed.posterior.corrected import Corrected
 from numpyro_fed.posterior.particles import Particles
-from numpyro_fed.posterior.posterior import Stage
+from numpyro_fed.posterior.posterior import Posterior, Stage
 from numpyro_fed.posterior.result import Result
 from numpyro_fed.posterior.saving import DRAWS, WEIGHTS, read
 from numpyro_fed.posterior.verdict import TOLERANCE
@@ -106,6 +106,12 @@ class Saved:
             report=words.get("report", words.get("verdict", NO_VERDICT)),
             double=is_double(arrays),
         )
+
+    def __getattr__(self, name: str) -> Any:
+        more = ""
+        if hasattr(Posterior, name):
+            more = " Load it with its model and data: nf.load(path, model, silos)."
+        raise AttributeError(f"'Saved' object has no attribute '{name}'.{more}")
 
     @in_precision_of_object
     def sample_posterior(self, key: Array, n: int) -> dict[str, np.ndarray]:

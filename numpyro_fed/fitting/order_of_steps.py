@@ -321,6 +321,6 @@ def particles_from(steps: FitSteps, start: str, before: Corrected) -> Particles 
         if not found.nearly:
             break
     if found is not None:
-        doubt = "" if found.trusted else f", not enough: {found.doubt}"
+        doubt = "" if found.trusted else f", so far not enough: {found.doubt}"
         steps.record(name, f"{found.figures}{doubt}", found)
     return found

@@ -354,7 +354,7 @@ class FitSteps:
         share = f"{correction.ess:,.0f} of {len(correction.weights):,} draws count"
         if correction.integration.gave_way:
             share += f", rows' latents by {correction.integration}"
-        short = "" if correction.trusted else f", not enough: {correction.doubt}"
+        short = "" if correction.trusted else f", so far not enough: {correction.doubt}"
         self.record(name, f"k-hat {correction.pareto_k:.2f}, {share}{short}", correction)
         return correction
 

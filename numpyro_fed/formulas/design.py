@@ -166,8 +166,10 @@ class Design:
             with np.errstate(all="ignore"):
                 return library.design_matrices(expression, table, extra_namespace=functions).common
         except Exception as error:
+            of_levels = sorted(names_in([expression]) & {*self.agreed.names})
+            hint = f" Numbers are none of {of_levels}, which have levels." if of_levels else ""
             raise ModelError(
-                f"formulae does not read {expression!r}: {type(error).__name__}: {error}"
+                f"formulae does not read {expression!r}: {type(error).__name__}: {error}.{hint}"
             ) from error
 
     @cached_property

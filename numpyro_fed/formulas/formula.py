@@ -189,7 +189,9 @@ class Formula:
         """
         if self.agreed is None:
             self.agree(tables)
-        found = {name: self.silo(table, f"silo {name}") for name, table in reading.named(tables)}
+        made = {name: self._data(table, f"silo {name}") for name, table in reading.named(tables)}
+        reading.warn_of_missing([lost for _, lost in made.values()])
+        found = {name: data for name, (data, _) in made.items()}
         return found if isinstance(tables, Mapping) else list(found.values())
 
     def silo(
@@ -214,18 +216,26 @@ class Formula:
             For columns that the table lacks, for members of groups that the silo ``of`` has not,
             and for new rows that miss a covariate, which have no prediction.
         """
+        data, lost = self._data(table, name, new=new, of=of)
+        reading.warn_of_missing([lost])
+        return data
+
+    def _data(
+        self, table: Any, name: str, *, new: bool = False, of: object = None
+    ) -> tuple[dict[str, Any], str]:
+        """Return the data of one silo, or of new rows, and in words which rows it has lost."""
         written, response = self.written, self.grammar.response
         frame = self._frame(name, table)
         of_groups = [f for group in written.own_groups for f in group.factors if f != SILO]
         read = [*columns_read(self.grammar), *self.shared, *of_groups]
         self._check(name, frame, read if new else [*read, response])
         reading.check_missing(name, frame, self.missing)
-        read = [c for c in read if c not in self.missing]
+        read, lost = [c for c in read if c not in self.missing], ""
         if new:
             reading.check_new_rows(name, frame, read)
         else:
             whole = reading.complete_rows(name, frame, read)
-            reading.warn_of_missing(name, frame, whole, read, response)
+            lost = reading.rows_lost(name, frame, whole, read, response)
             frame = frame[whole]
         known = written.design.agreed.levels
         coded = frame
@@ -271,7 +281,7 @@ class Formula:
             y = reading.floats(frame[response]) - written.design.agreed.first
             is_code = self.distribution.ordinal and not np.isnan(y).any()
             found[response] = y.astype(np.int32) if is_code else y
-        return found
+        return found, lost
 
     @cached_property
     def written(self) -> WrittenText:
@@ -364,10 +374,15 @@ class Formula:
             if column == self.grammar.response and not reading.is_numeric(
                 frame[column], also_bool=True
             ):
+                words = [*map(str, frame[column].dropna().unique())]
+                codes = dict(zip(sorted(words), range(2), strict=False))
+                codes = codes if len(words) == 2 else {"no": 0, "yes": 1}
                 raise DataError(
                     f"{name}, '{column}': an outcome is a number, 0 or 1 for no or yes; got "
-                    f"{frame[column].dtype}."
+                    f"{frame[column].dtype}. Make it one: table['{column}'].map({codes})."
                 )
+            if column == self.grammar.response and self.family == "bernoulli":
+                reading.check_zero_or_one(name, frame[column], "'bernoulli'")
             agreed = self.agreed is not None and column in self.agreed.mean
             if agreed and not reading.is_numeric(frame[column], also_bool=True):
                 raise DataError(

@@ -152,7 +152,8 @@ def complete_rows(name: str, frame: Any, columns: Sequence[str]) -> Any:
     lacking = [c for c in there if not there[c].any()] or [c for c in there if not there[c].all()]
     raise DataError(
         f"{name}: no row has a value of {' and of '.join(map(repr, lacking))}. Leave the silo out "
-        "of the tables, or the term out of the formula."
+        "of the tables, or the term out of the formula, or give a column of numbers a "
+        "distribution: formula(missing={...})."
     )
 
 
@@ -165,13 +166,24 @@ def check_missing(name: str, frame: Any, missing: Mapping[str, str]) -> None:
                 f"{PLURALS[kind]}. Of categories make one more: fillna('unknown')."
             )
         values = floats(frame[column].dropna())
-        if family == "bernoulli" and not np.isin(values, [0, 1]).all():
-            raise DataError(f"{name}, '{column}': 'bernoulli' has the values 0 and 1 alone.")
+        if family == "bernoulli":
+            check_zero_or_one(name, frame[column], "'bernoulli'")
         if family == "lognormal" and (values <= 0).any():
             raise DataError(
                 f"{name}, '{column}': 'lognormal' has values above zero, and the least one is "
                 f"{values.min():g}. Use 'gaussian', or add a number to the column."
             )
+
+
+def check_zero_or_one(name: str, column: Any, what: str) -> None:
+    """Raise an error for values of a column other than 0 and 1."""
+    values = np.unique(floats(column.dropna()))
+    if not np.isin(values, [0, 1]).all():
+        example = " Subtract 1." if np.array_equal(values, [1, 2]) else ""
+        raise DataError(
+            f"{name}, '{column.name}': {what} has the values 0 and 1 alone, and here are "
+            f"{values[:5].tolist()}.{example}"
+        )
 
 
 def check_new_rows(name: str, frame: Any, columns: Sequence[str]) -> None:
@@ -186,25 +198,32 @@ def check_new_rows(name: str, frame: Any, columns: Sequence[str]) -> None:
         )
 
 
-def warn_of_missing(
-    name: str, frame: Any, whole: Any, columns: Sequence[str], response: str
-) -> None:
-    """Warn of rows that miss a covariate, which are left out, and of those without an outcome."""
+def rows_lost(name: str, frame: Any, whole: Any, columns: Sequence[str], response: str) -> str:
+    """Return in words how many rows a covariate leaves out, and how many have no outcome."""
     number, words = int(whole.sum()), list[str]()
     if number < len(frame):
         lacking = ", ".join(repr(c) for c in dict.fromkeys(columns) if frame[c].isna().any())
-        words.append(
-            f"{len(frame) - number} of {len(frame)} rows miss a covariate ({lacking}), and are "
-            "left out. To keep them give the columns a distribution: formula(missing={...})."
-        )
+        words.append(f"{len(frame) - number} of {len(frame)} rows {MISS_ONE} ({lacking})")
     if (no_outcome := int(frame[response][whole].isna().sum())) == number:
-        words.append(f"no row has an outcome '{response}': the silo tells nothing.")
+        words.append(f"no row has an outcome '{response}', and the silo tells nothing")
     elif no_outcome:
+        words.append(f"{no_outcome} of {number} rows miss the outcome '{response}'")
+    return f"{name}: {', and '.join(words)}." if words else ""
+
+
+MISS_ONE = "miss a covariate"
+
+
+def warn_of_missing(lost: Sequence[str]) -> None:
+    """Warn of rows that are left out at silos, and of those without an outcome, once for all."""
+    words = [one for one in lost if one]
+    if any(MISS_ONE in one for one in words):
         words.append(
-            f"{no_outcome} of {number} rows miss the outcome '{response}', and tell nothing."
+            "Rows that miss a covariate are left out. To keep them give the columns a "
+            "distribution: formula(missing={...})."
         )
     if words:
-        warn_user(f"{name}: {' '.join(words)}", DataWarning)
+        warn_user(" ".join(words), DataWarning)
 
 
 def warn_of_rare(name: str, texts: Any, levels: Levels) -> None:

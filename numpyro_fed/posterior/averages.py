@@ -156,7 +156,10 @@ class AveragesOverRows(Questions):
         if by is not None and own not in plates[by]:
             raise DataError(f"by='{by}' groups rows of {plates[by]}, and '{site}' is of '{own}'.")
         if (by is None) != (num_groups == 0) or num_groups < 0:
-            raise ValueError(f"by={by!r}, num_groups={num_groups}: pass both, or none of them.")
+            raise ValueError(
+                f"by={by!r}, num_groups={num_groups}: pass both, or none of them. Groups are coded "
+                "from 0 on at all silos, and num_groups is the largest code and one."
+            )
         changed = checked_changes(fit.facts, changes or {})
         settings = {"site": site, "changes": changed, "by": by, "num_groups": int(num_groups)}
         settings |= {"by_silo": True} if of_silos else {}

@@ -197,6 +197,9 @@ def test_a_fit_with_missing_ages_is_that_of_nuts():
     fitted = nf.fit(KEY, f.model, silos, progress_bar=False)
     assert fitted.trusted, fitted.verdict
     nuts = nf.run_nuts(KEY, f.model, silos, num_samples=3_000, progress_bar=False)
+    rows = fitted.summary(silo="Chur").index
+    assert "age[0]" in rows
+    assert not [row for row in rows if "unobserved" in row]
     draws = fitted.sample_posterior(KEY, 4_000), nuts.sample_posterior(KEY, 3_000)
     for name in ("b", "b_age", "sigma_age", "sigma", "sd_silo"):
         a, b = (np.asarray(d[name]).reshape(len(d[name]), -1) for d in draws)

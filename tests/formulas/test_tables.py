@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.basics.errors import DataError, DataWarning
+from numpyro_fed.basics.errors import DataError, DataWarning, ModelError
 from numpyro_fed.network import InMemory
 
 pytest.importorskip("formulae")
@@ -164,10 +164,36 @@ def test_outcomes_that_are_missing_are_counted_beside_covariates():
     tables["Chur"].loc[2:3, "bmi"] = np.nan
     with pytest.warns(DataWarning) as caught:
         nf.formula("y ~ bmi").silos(tables)
-    bern, chur = sorted(str(w.message) for w in caught)
-    assert bern == "silo Bern: no row has an outcome 'y': the silo tells nothing."
-    assert chur.startswith("silo Chur: 2 of 40 rows miss a covariate ('bmi'), and are left out.")
-    assert chur.endswith("2 of 38 rows miss the outcome 'y', and tell nothing.")
+    (all_silos,) = caught
+    assert str(all_silos.message) == (
+        "silo Bern: no row has an outcome 'y', and the silo tells nothing. "
+        "silo Chur: 2 of 40 rows miss a covariate ('bmi'), and 2 of 38 rows miss the outcome 'y'. "
+        "Rows that miss a covariate are left out. To keep them give the columns a distribution: "
+        "formula(missing={...})."
+    )
+
+
+@pytest.mark.parametrize(
+    ("formula", "values", "says"),
+    [
+        ("c ~ bmi", ["yes", "no"], r"got \w+. Make it one: table\['c'\].map..'no': 0, 'yes': 1"),
+        ("c ~ bmi", ["dead", "alive"], "map..'alive': 0, 'dead': 1"),
+        ("c ~ bmi", [1, 2], r"silo Basel, 'c': 'bernoulli' has the values 0 and 1.*Subtract 1"),
+        ("c ~ bmi", [0, 1, 9], r"here are \[0.0, 1.0, 9.0\].$"),
+    ],
+)
+def test_codes_of_yes_and_no_are_asked_for(formula, values, says):
+    tables = {name: hospital(c=np.resize(values, 40), seed=i) for i, name in enumerate(NAMES)}
+    with pytest.raises(DataError, match=says):
+        nf.formula(formula, family="bernoulli").silos(tables)
+
+
+def test_a_function_of_levels_is_told_what_has_levels():
+    f = nf.formula("y ~ log(ward)")
+    with pytest.raises(
+        ModelError, match=r"log\(ward\).*Numbers are none of \['ward'\]"
+    ):
+        f.silos(hospitals())
 
 
 def test_a_silo_without_a_complete_row_is_refused():
