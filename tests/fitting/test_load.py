@@ -73,7 +73,7 @@ def test_a_correction_is_read_without_its_model(corrected, tmp_path):
     saved = nf.load(tmp_path / "fit")
     assert isinstance(saved, nf.Saved)
     assert (saved.kind, saved.verdict) == ("Corrected", corrected.report())
-    with pytest.raises(AttributeError, match=r"'summary'. Load it with its model and data: nf.load"):
+    with pytest.raises(AttributeError, match=r"'summary'. Load it with its model and data"):
         saved.summary()
     assert not hasattr(saved, "colour")
     for name in ("trusted", "log_evidence", "ess", "pareto_k"):
