@@ -190,9 +190,7 @@ def test_codes_of_yes_and_no_are_asked_for(formula, values, says):
 
 def test_a_function_of_levels_is_told_what_has_levels():
     f = nf.formula("y ~ log(ward)")
-    with pytest.raises(
-        ModelError, match=r"log\(ward\).*Numbers are none of \['ward'\]"
-    ):
+    with pytest.raises(ModelError, match=r"log\(ward\).*Numbers are none of \['ward'\]"):
         f.silos(hospitals())
 
 
