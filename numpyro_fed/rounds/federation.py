@@ -8,7 +8,6 @@ import queue
 import secrets
 import threading
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
@@ -17,11 +16,9 @@ from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
 from numpyro_fed.basics.errors import (
-    ConvergenceWarning,
     DataError,
     ModelError,
     ReplyError,
-    SavedStateError,
     SiloAwayError,
     one_of,
     positive_int,
@@ -32,6 +29,7 @@ from numpyro_fed.basics.programs import is_double
 from numpyro_fed.basics.version import VERSION, libraries
 from numpyro_fed.data.silo_data import checked_names, label, names_or_numbers
 from numpyro_fed.privacy.masks import MAX_PARTIES
+from numpyro_fed.rounds.arrivals import Arrivals
 from numpyro_fed.rounds.envelopes import PrivateKey, fingerprint_of, is_sealed
 from numpyro_fed.rounds.journal import Journal
 from numpyro_fed.rounds.messages import (
@@ -429,6 +427,11 @@ class Federation:
         questions = [Question(exchange, settings[j], method=at_silo(method, j)) for j in silos]
         return self.ask(silos, [write({}, q.head()) for q in questions], exchange)
 
+    def arrivals(self, exchange: str) -> Arrivals:
+        """Return the messages of an exchange in which each silo is asked by itself."""
+        ask = partial(self._one, exchange)
+        return Arrivals(exchange, ask, self.patience, self._at_once, self._journal)
+
     def _one(self, exchange: str, silo: int, message: bytes, deadline: float) -> bytes | OSError:
         """Send a message, and again until the deadline; return the reply or the last error."""
         reply: bytes | OSError | None
@@ -506,94 +509,6 @@ class Federation:
                 "is refused: another silo answers in its place than before, by its key. If its "
                 "folder was lost, begin the study again with a new folder state=."
             )
-
-
-class Arrivals:
-    """The messages of an exchange that are under way, and the replies in the order of arrival.
-
-    A silo that does not answer within the patience gets the same message again, and the others go
-    on. With a journal the replies of an earlier process arrive first, as they did then.
-    ``at_once`` silos are asked at the same time, each in a thread. With 1 there is no thread:
-    :meth:`next` asks the silo that has waited longest.
-    """
-
-    def __init__(self, federation: Federation, exchange: str):
-        self._exchange, self._ask = exchange, partial(federation._one, exchange)
-        self._patience, self._journal = federation.patience, federation._journal
-        self._at_once = federation._at_once
-        self._messages = dict[int, bytes]()  # the oldest first
-        self._asked, self._away = set[int](), dict[int, str]()
-        self._come: queue.SimpleQueue[tuple[int, bytes | Exception]] = queue.SimpleQueue()
-
-    def send(self, silo: int, message: bytes) -> None:
-        """Send a message to a silo that has replied to the last one."""
-        self._messages[silo] = message
-        if self._journal is None or self._journal.next_silo is None:
-            self._ask_in_threads()
-
-    def next(self) -> tuple[int, bytes]:
-        """Return the next silo whose reply to its last message has arrived, and the reply."""
-        journal = self._journal
-        if journal is not None and (silo := journal.next_silo) is not None:
-            if silo not in self._messages:
-                raise SavedStateError(
-                    f"the script does not ask silo {silo}, whose reply came next before. Run the "
-                    "same script with the same versions, or give another folder as state=."
-                )
-            reply = journal.known({silo: self._messages[silo]})[silo]
-        else:
-            silo, reply = self._arrived()
-            if journal is not None:
-                journal.add({silo: (self._messages[silo], reply)})
-        del self._messages[silo]
-        self._away.clear()
-        raise_refusal(reply, silo, self._exchange)
-        return silo, reply
-
-    def _arrived(self) -> tuple[int, bytes]:
-        """Wait for the next reply, and return the silo and the reply."""
-        reply: bytes | Exception
-        while True:
-            if self._at_once > 1:
-                self._ask_in_threads()
-                silo, reply = self._come.get()
-            else:
-                silo, message = next(iter(self._messages.items()))
-                reply = self._ask(silo, message, time.monotonic() + self._patience)
-            self._asked.discard(silo)
-            if isinstance(reply, bytes):
-                return silo, reply
-            if not isinstance(reply, OSError):
-                raise reply
-            # The same message: one that is still at work on it need not begin again.
-            self._messages[silo] = self._messages.pop(silo)
-            self._away[silo] = f"{reply}" or type(reply).__name__
-            if self._away.keys() >= self._messages.keys():
-                raise SiloAwayError(self._away, self._exchange, self._patience, {})
-            warnings.warn(
-                f"no reply to the exchange '{self._exchange}' within {self._patience:g} s from "
-                f"silo {silo} ({self._away[silo]}). The others go on, and it is asked again.",
-                category=ConvergenceWarning,
-                stacklevel=2,
-            )
-
-    def _ask_in_threads(self) -> None:
-        """Ask silos whose message has not been sent yet, as many as may be asked at once."""
-        if self._at_once == 1:
-            return
-        for silo in [j for j in self._messages if j not in self._asked]:
-            if len(self._asked) == self._at_once:
-                return
-            # A daemon: a script that has ended does not wait for replies that nobody uses.
-            pair = silo, self._messages[silo]
-            threading.Thread(target=self._wait, args=pair, daemon=True).start()
-            self._asked.add(silo)
-
-    def _wait(self, silo: int, message: bytes) -> None:
-        try:
-            self._come.put((silo, self._ask(silo, message, time.monotonic() + self._patience)))
-        except Exception as error:  # raised where the reply is waited for
-            self._come.put((silo, error))
 
 
 def _names_for(number: int, names: Sequence[str]) -> tuple[str, ...]:

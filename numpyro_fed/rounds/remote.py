@@ -33,6 +33,7 @@ from numpyro_fed.basics.trees import drop_weak_types
 from numpyro_fed.data.padding import stacked
 from numpyro_fed.data.silo_data import SiloData, label
 from numpyro_fed.privacy.masks import MAX_PARTIES
+from numpyro_fed.rounds.arrivals import Arrivals
 from numpyro_fed.rounds.exchange import (
     Down,
     Exchange,
@@ -45,7 +46,7 @@ from numpyro_fed.rounds.exchange import (
     combine,
     for_participants,
 )
-from numpyro_fed.rounds.federation import Arrivals, Federation
+from numpyro_fed.rounds.federation import Federation
 from numpyro_fed.rounds.keys import exchange_key, init_keys, server_key
 from numpyro_fed.rounds.messages import (
     BEGIN,
@@ -418,7 +419,7 @@ class ArrivalRounds(PlainLoop):
         if before and before[0] is state and before[1] == channel.num_asked:
             way, numbers = before[2:]
         else:  # nothing is under way from this state: all are asked
-            way, mark = Arrivals(channel.federation, exchange.name), state.silos[0]
+            way, mark = channel.federation.arrivals(exchange.name), state.silos[0]
             numbers = {j: self._send(way, j, key_step, state.server, mark) for j in range(size)}
         try:
             while len(rows) < size:
