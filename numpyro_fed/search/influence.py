@@ -171,9 +171,9 @@ class SiloTable:
         How far the mean of a global moves when the silo is left out, the farthest one, in its
         posterior standard deviations. A silo with much data, or the only one with some data, may
         move it far and be right. Parabolas tell it, which go too far along the log of a scale of
-        few silos' effects: :meth:`leave_out` weighs draws. NaN, "not known" in the table, where the log density of the others
-        has no peak near the posterior's mean, so that no mean of theirs can be told: another silo
-        may be the one that is wrong.
+        few silos' effects: ``leave_out()`` weighs draws. NaN, "not known" in the table, where the
+        log density of the others has no peak near the posterior's mean, so that no mean of theirs
+        can be told: another silo may be the one that is wrong.
     conflict : array (num_silos,)
         The probability that a silo with rows of the same model disagrees with all others as much.
     flagged : tuple of int
