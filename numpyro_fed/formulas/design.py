@@ -188,12 +188,12 @@ class Design:
                 mean, sd = self.agreed.mean[column], self.agreed.sd[column] or 1.0
                 values = random.permutation(normal)
                 table[column] = mean + sd * values
-                if mean > 0 and self._is_positive(column):
+                if mean > 0 and self.is_positive(column):
                     spread = np.sqrt(np.log1p((sd / mean) ** 2))
                     table[column] = mean * np.exp(spread * values - spread**2 / 2)
         return pandas.DataFrame(table, index=range(n))
 
-    def _is_positive(self, column: str) -> bool:
+    def is_positive(self, column: str) -> bool:
         """Return whether the formula has the logarithm or the root of a column."""
         pattern = rf"\b(log|sqrt)\([^)]*\b{column}\b"
         return any(re.search(pattern, text) for text in expressions(self.grammar))

@@ -178,6 +178,12 @@ class WrittenText:
         if twice := sorted(name for name in {*names} if names.count(name) > 1):
             raise ModelError(f"a column has the name of an argument, '{twice[0]}': rename it.")
         arguments, found = {*names}, list(ast.walk(ast.parse(text)))
+        for column, family in self.missing.items():
+            if family != "lognormal" and self.design.is_positive(column):
+                raise ModelError(
+                    f"missing: '{column}' is {family!r}, and may be below zero where the formula "
+                    "takes its log or root: 'lognormal' is not."
+                )
         for block in self.computed:
             if lost := sorted({*self.missing} & names_in([block.computed])):
                 raise ModelError(

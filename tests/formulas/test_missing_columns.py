@@ -162,10 +162,17 @@ def test_values_that_its_distribution_cannot_have_are_refused(formula, missing, 
         nf.formula(formula, missing=missing).silos(hospitals())
 
 
-def test_a_term_that_is_computed_before_the_model_has_no_missing_values():
-    f = nf.formula("y ~ bs(age, df=4)", missing={"age": "gaussian"})
+@pytest.mark.parametrize(
+    ("term", "says"),
+    [
+        ("bs(age, df=4)", r"'bs\(age, df=4\)' is computed before .*s\(age\)"),
+        ("log(age)", "'age' is 'gaussian', and may be below zero .* 'lognormal' is not"),
+    ],
+)
+def test_terms_that_missing_values_cannot_have_are_refused(term, says):
+    f = nf.formula(f"y ~ {term}", missing={"age": "gaussian"})
     f.silos(hospitals())
-    with pytest.raises(ModelError, match=r"'bs\(age, df=4\)' is computed before .*s\(age\)"):
+    with pytest.raises(ModelError, match=says):
         _ = f.text
 
 
