@@ -170,7 +170,7 @@ def improve(steps: FitSteps, correction: Corrected | None) -> Corrected | None:
     if correction is None or not correction.precise:
         return correction
     best = correction
-    # More draws twice: an sd under a tail that falls as a power may rest on a few of the first ones.
+    # More draws twice: an sd under a tail that falls as a power may rest on few of the first ones.
     for remedy in (more_inner_draws, match, look_farther, draw_enough, draw_enough):
         if best.trusted:
             break
