@@ -334,6 +334,7 @@ def with_missing(text: Callable[..., Any], names: Sequence[str]) -> Callable[...
 
 
 OBSERVED, UNOBSERVED = "_observed", "_unobserved"  # NumPyro's two sites of one with obs_mask
+LOG_DET = "_log_det"  # the end of the name of a latent's factor, after its name and a bar before it
 
 
 class without_outcomes(handlers.uncondition):
@@ -367,13 +368,14 @@ class imputed(Messenger):
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] != "sample":
             return
-        name = msg["name"]
-        if msg["is_observed"]:
-            self._observed.add(name)
-        elif (
-            name.endswith(UNOBSERVED) and name.removesuffix(UNOBSERVED) + OBSERVED in self._observed
-        ):
+        # NumPyro's mask reaches the factor with the log determinant of the latent's bijection, too.
+        name = msg["name"].removesuffix(LOG_DET)
+        latent = name if name == msg["name"] else name.removeprefix("_")
+        added = latent.removesuffix(UNOBSERVED) + OBSERVED in self._observed
+        if latent.endswith(UNOBSERVED) and added:
             msg["fn"] = unmasked(msg["fn"])
+        elif msg["is_observed"]:
+            self._observed.add(name)
 
 
 def unmasked(fn: Distribution) -> Distribution:

@@ -7,10 +7,14 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
+from scipy import stats
+from scipy.integrate import quad
 
 import numpyro_fed as nf
 from numpyro_fed.basics.errors import DataError
 from numpyro_fed.data.silo_data import read
+from numpyro_fed.guides.laplace import EXACT
+from numpyro_fed.guides.quadrature import RowIntegrals
 from numpyro_fed.text.handlers import with_missing
 from numpyro_fed.text.split import split
 
@@ -101,6 +105,39 @@ def test_what_obs_mask_adds_has_its_prior_at_all_rows():
 
     kept = traced(with_missing(by_hand, ["x"]))["b_unobserved"]
     assert (kept["fn"].log_prob(kept["value"]) == 0).tolist() == (~GONE).tolist()
+
+
+def positive(x, y=None):
+    m, b = (numpyro.sample(name, dist.Normal(0, 10)) for name in "mb")
+    with nf.silo_plate("row", x.shape[0]):
+        x = numpyro.sample("x", dist.LogNormal(m, 0.6), obs=x, obs_mask=~jnp.isnan(x))
+        numpyro.sample("y", dist.Normal(b * x, 10), obs=y)
+
+
+@pytest.mark.parametrize("x", [[np.nan, np.nan], [3.0, 8.0], [np.nan, 5.0]], ids=str)
+@pytest.mark.parametrize("m", [1.5, -3.0])
+def test_a_positive_covariate_has_its_likelihood_where_it_is_seen_and_where_not(x, m, double):
+    """By SciPy's integrals. A seen row's latent integrates to one, with its log determinant."""
+    y, b, expected = [4.0, 7.0], 0.7, 0.0
+    for one, outcome in zip(x, y, strict=True):
+        if np.isnan(one):
+            expected += np.log(
+                quad(
+                    lambda u, outcome=outcome: (
+                        stats.norm.pdf(u) * stats.norm.pdf(outcome, b * np.exp(m + 0.6 * u), 10)
+                    ),
+                    -10,
+                    10,
+                )[0]
+            )
+        else:
+            expected += stats.lognorm.logpdf(one, 0.6, scale=np.exp(m))
+            expected += stats.norm.logpdf(outcome, b * one, 10)
+    (silo,) = read([dict(x=np.array(x), y=np.array(y))])
+    fm = split(positive, [silo])
+    z = jnp.array([{"m": m, "b": b}[s.name] for s in fm.named("latent")])
+    found, _ = RowIntegrals(fm, 21, EXACT).log_likelihood({}, z, silo, fm.zero_latents(silo))
+    np.testing.assert_allclose(found, expected, rtol=1e-8)
 
 
 def test_the_text_falls_apart_into_silos():
